@@ -1,0 +1,2 @@
+//! One error enum for each stage of the flow. Every text says what happened, to which file,
+//! tensor or peer, and what to do.
