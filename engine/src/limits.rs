@@ -22,3 +22,15 @@ pub const MAX_TENSOR_NAME_BYTES: usize = 4096;
 
 /// Most dimensions of one tensor. NumPy stops at 64.
 pub const MAX_TENSOR_DIMS: usize = 64;
+
+/// Most chunks of one model: a checksum of 8 bytes is kept for each, 32 MiB in all. At the
+/// default chunk size this is a model of 1 TiB.
+pub const MAX_CHUNKS: usize = 1 << 22;
+
+/// Largest data section, 64 TiB: no more can be cut into [`MAX_CHUNKS`] of [`MAX_CHUNK_BYTES`].
+/// It also keeps every file position far inside the signed 64 bits of the kernel.
+pub const MAX_MODEL_BYTES: u64 = 1 << 46;
+
+/// Largest power of two, up or down, by which a source scales. Demonstrations need a handful;
+/// up to here the factor is a normal number in every dtype that is computed in f32.
+pub const MAX_SCALE_EXPONENT: i32 = 64;
