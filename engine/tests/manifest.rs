@@ -41,7 +41,9 @@ fn message(header: &str) -> String {
     read(header).unwrap_err().to_string()
 }
 
-fn model(tensors: &[(&str, Dtype, &[u64])]) -> Manifest {
+type Spec<'a> = (&'a str, Dtype, &'a [u64]);
+
+fn model(tensors: &[Spec]) -> Manifest {
     let tensors = tensors.iter().map(|(name, dtype, shape)| {
         let (name, shape) = ((*name).to_owned(), shape.to_vec());
         (name, *dtype, shape)
@@ -269,7 +271,7 @@ const GOLDEN_DIGEST: &str = "ada3c2ed40f2015d507f50b69ae254c9bdb8c4df1086f5c85ac
 #[test]
 fn the_first_difference_is_named() {
     let ours = model(&[("a", Dtype::F32, &[2]), ("b", Dtype::F32, &[3]), ("c", Dtype::U8, &[1])]);
-    let cases: [(&[(&str, Dtype, &[u64])], &str); 6] = [
+    let cases: [(&[Spec], &str); 6] = [
         (&[("a", Dtype::F32, &[2]), ("b", Dtype::F32, &[3])], r#"tensor "c" is missing"#),
         (&[("a", Dtype::F32, &[2]), ("c", Dtype::U8, &[1])], r#"tensor "b" is missing"#),
         (

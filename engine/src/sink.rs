@@ -1,0 +1,3 @@
+//! Where parameters end: the last stage of the flow.
+
+pub mod file;
