@@ -22,7 +22,7 @@ pub enum ManifestError {
     NotUtf8(std::str::Utf8Error),
     /// The header is not JSON, or not the JSON that safetensors describes.
     #[error("the header is not a safetensors header: {0}")]
-    NotAHeader(serde_json::Error),
+    NotAHeader(String),
     /// More tensors than [`limits::MAX_TENSORS`].
     #[error("the model has more than {} tensors", limits::MAX_TENSORS)]
     TooManyTensors,

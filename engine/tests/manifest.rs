@@ -183,6 +183,23 @@ fn a_refused_header_names_the_tensor_and_the_fault() {
 }
 
 #[test]
+fn messages_stay_short_whatever_the_header_holds() {
+    let long = "x".repeat(100_000);
+    let body = |dtype: &str| format!(r#"{{"dtype":"{dtype}","shape":[1],"data_offsets":[0,1]}}"#);
+    let headers = [
+        format!(r#"{{"w":{}}}"#, body(&long)),
+        format!(r#"{{"w":"{long}"}}"#),
+        format!(r#"{{"{long}":{}}}"#, body("U8")),
+        format!(r#"{{"{long}":1}}"#),
+        format!(r#"{{"{long}":{},"{long}":{}}}"#, body("U8"), body("U8")),
+    ];
+    for header in headers {
+        let text = message(&header);
+        assert!(text.len() < 400, "{}", text.len());
+    }
+}
+
+#[test]
 fn limits_hold_for_headers_of_any_kind() {
     let tensors = |count| (0..count).map(|i| (format!("t{i}"), Dtype::U8, vec![1]));
     let made = |count| Manifest::from_tensors(tensors(count), &BTreeMap::new());

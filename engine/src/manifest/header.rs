@@ -34,7 +34,7 @@ pub(super) fn parse(header: &[u8]) -> Result<Vec<Entry>, ManifestError> {
         return Err(ManifestError::HeaderTooLong { bytes });
     }
     let text = std::str::from_utf8(header).map_err(ManifestError::NotUtf8)?;
-    let Entries(entries) = serde_json::from_str(text).map_err(ManifestError::NotAHeader)?;
+    let Entries(entries) = serde_json::from_str(text).map_err(not_a_header)?;
     if entries.len() > limits::MAX_TENSORS {
         return Err(ManifestError::TooManyTensors);
     }
@@ -45,7 +45,7 @@ pub(super) fn parse(header: &[u8]) -> Result<Vec<Entry>, ManifestError> {
 fn refuse_duplicates(entries: &[Entry]) -> Result<(), ManifestError> {
     let mut names = HashSet::with_capacity(entries.len());
     match entries.iter().find(|entry| !names.insert(entry.name.as_str())) {
-        Some(entry) => Err(ManifestError::Duplicate { tensor: entry.name.clone() }),
+        Some(entry) => Err(ManifestError::Duplicate { tensor: clip(&entry.name) }),
         None => Ok(()),
     }
 }
@@ -81,7 +81,16 @@ pub(super) fn compose(
 }
 
 fn json(value: &(impl serde::Serialize + ?Sized)) -> Result<String, ManifestError> {
-    serde_json::to_string(value).map_err(ManifestError::NotAHeader)
+    serde_json::to_string(value).map_err(not_a_header)
+}
+
+fn not_a_header(error: serde_json::Error) -> ManifestError {
+    ManifestError::NotAHeader(clip(&error.to_string()))
+}
+
+/// The start of a text from a header, short enough for a message.
+fn clip(text: &str) -> String {
+    text.chars().take(200).collect()
 }
 
 impl Entry {
@@ -89,14 +98,13 @@ impl Entry {
     pub(super) fn into_tensor(self) -> Result<Tensor, ManifestError> {
         let Self { name, dtype, shape, offsets: (begin, end) } = self;
         if name.len() > limits::MAX_TENSOR_NAME_BYTES {
-            let start = name.chars().take(40).collect();
-            return Err(ManifestError::NameTooLong { start, bytes: name.len() });
+            return Err(ManifestError::NameTooLong { start: clip(&name), bytes: name.len() });
         }
         if shape.len() > limits::MAX_TENSOR_DIMS {
             return Err(ManifestError::TooManyDims { tensor: name });
         }
         let Some(dtype) = dtype_of(&dtype) else {
-            return Err(ManifestError::UnknownDtype { tensor: name, dtype });
+            return Err(ManifestError::UnknownDtype { tensor: name, dtype: clip(&dtype) });
         };
         if end < begin {
             return Err(ManifestError::Backwards { tensor: name, begin, end });
@@ -151,7 +159,7 @@ impl<'de> Deserialize<'de> for Entries {
                         map.next_value::<Anything>()?;
                     } else {
                         let body = map.next_value::<Body>().map_err(|error| {
-                            A::Error::custom(format_args!("tensor {name:?}: {error}"))
+                            A::Error::custom(format_args!("tensor {:?}: {error}", clip(&name)))
                         })?;
                         entries.push(body.named(name));
                     }
