@@ -22,3 +22,11 @@ pub const MAX_TENSOR_NAME_BYTES: usize = 4096;
 
 /// Most dimensions of one tensor. NumPy stops at 64.
 pub const MAX_TENSOR_DIMS: usize = 64;
+
+/// Smallest part of the sum of weights that a positive weight may be: 2^-64. Weights count
+/// examples, and one example is more than this part of any 64-bit count. From here up, a scaled
+/// weight is a normal f32, so it keeps all its bits.
+pub const MIN_WEIGHT_SHARE: f64 = 1.0 / (1u128 << 64) as f64;
+
+/// Alignment in bytes of each run's start in the accumulator: one cache line, one AVX-512 register.
+pub const ACCUMULATOR_ALIGN_BYTES: u64 = 64;
