@@ -96,3 +96,69 @@ pub enum ReducerError {
         range: Range<u64>,
     },
 }
+
+/// Why a result could not be confirmed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReferenceError {
+    /// An element is not the weighted mean.
+    #[error("byte {offset}: {dtype:?} should be {expected:e} within {tolerance:e}, but is {got:e}")]
+    Differs {
+        /// The element's first byte in the data section.
+        offset: u64,
+        /// Its dtype.
+        dtype: Dtype,
+        /// The weighted mean, in f64.
+        expected: f64,
+        /// The result's element.
+        got: f64,
+        /// The largest distance that rounding explains.
+        tolerance: f64,
+    },
+    /// Bytes to compare could not be read.
+    #[error("byte {offset}: cannot read {}: {source}", reader(.client))]
+    Read {
+        /// First byte of the block that was asked for.
+        offset: u64,
+        /// Index of the client, or none if it was the result.
+        client: Option<usize>,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The weights have no positive finite sum, or one is negative or NaN.
+    #[error("the weights need to be zero or more, with a positive finite sum")]
+    Weights,
+    /// The dtype has no mean to compare with.
+    #[error("byte {offset}: {dtype:?} is not averaged, so there is no mean to compare with")]
+    Dtype {
+        /// First byte of the run.
+        offset: u64,
+        /// Its dtype.
+        dtype: Dtype,
+    },
+    /// A run is not whole elements.
+    #[error("bytes {range:?} are not whole elements of {dtype:?}")]
+    Run {
+        /// The run's dtype.
+        dtype: Dtype,
+        /// The run's bytes in the data section.
+        range: Range<u64>,
+    },
+}
+
+impl ReferenceError {
+    /// The byte of the data section the error is about; 0 if it is about all of it.
+    pub fn offset(&self) -> u64 {
+        match self {
+            ReferenceError::Differs { offset, .. }
+            | ReferenceError::Read { offset, .. }
+            | ReferenceError::Dtype { offset, .. } => *offset,
+            ReferenceError::Run { range, .. } => range.start,
+            ReferenceError::Weights => 0,
+        }
+    }
+}
+
+fn reader(client: &Option<usize>) -> String {
+    client.map_or("the result".to_owned(), |client| format!("the contribution of client {client}"))
+}

@@ -11,4 +11,5 @@ pub mod error;
 pub mod limits;
 pub mod manifest;
 pub mod reducer;
+pub mod reference;
 pub mod source;

@@ -30,3 +30,7 @@ pub const MIN_WEIGHT_SHARE: f64 = 1.0 / (1u128 << 64) as f64;
 
 /// Alignment in bytes of each run's start in the accumulator: one cache line, one AVX-512 register.
 pub const ACCUMULATOR_ALIGN_BYTES: u64 = 64;
+
+/// Elements the reference average works on at once: its three f64 numbers for each of them, 384
+/// KiB, stay in L2.
+pub const REFERENCE_BLOCK_ELEMENTS: usize = 16 << 10;

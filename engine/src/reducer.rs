@@ -21,7 +21,7 @@
 //! With K clients, unit roundoff u (2^-24 for f32 sums, 2^-53 for f64 sums) and S the weighted mean
 //! of |x|, the mean of floats is off by at most half an ulp of the dtype plus (K + 5) u S, or
 //! (2 K + 5) u S for f64 sums, because there the denominator is summed in u as well. Where
-//! products underflow, K * 2^-148 (2^-1072) is added. The bound is the usual one for recursive
+//! products underflow, (K + 1) 2^-148, or (K + 1) 2^-1072, is added. The bound is the usual one for recursive
 //! summation (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2).
 
 mod kernels;
