@@ -2,14 +2,29 @@
 //! them while they arrive.
 //!
 //! The files follow the bytes: [`source`] -> [`sender`] -> [`wire`] -> [`receiver`] ->
-//! [`reducer`] -> [`sink`]. [`manifest`] says what the bytes mean, [`limits`] bounds everything
-//! a peer or a file can make us hold.
+//! [`reducer`] -> [`sink`]. [`lane`] joins them in its hot loops; [`aggregator`] and [`client`]
+//! run lanes for a session. [`manifest`] says what the bytes mean, [`limits`] bounds everything
+//! a peer or a file can make us hold, [`paths`] is the one table of ways into and out of the
+//! kernel.
 #![deny(unsafe_code)]
 #![warn(missing_docs)]
 
+pub mod aggregator;
+pub mod client;
+pub mod control;
 pub mod error;
+pub mod lane;
 pub mod limits;
 pub mod manifest;
+pub mod meter;
+pub mod paths;
+pub mod receiver;
 pub mod reducer;
+pub mod reference;
+pub mod region;
+pub mod sender;
 pub mod sink;
 pub mod source;
+pub mod sums;
+pub mod sys;
+pub mod wire;

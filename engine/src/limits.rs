@@ -1,5 +1,7 @@
 //! Every bound and default, with its reason.
 
+use std::time::Duration;
+
 /// Bytes of parameters that are checked, averaged and acknowledged as one unit. 256 KiB payload
 /// and its accumulator stay in a 1 MiB L2 cache; 64 KiB to 4 MiB measured alike.
 pub const CHUNK_BYTES: u64 = 256 << 10;
@@ -34,3 +36,64 @@ pub const MAX_MODEL_BYTES: u64 = 1 << 46;
 /// Largest power of two, up or down, by which a source scales. Demonstrations need a handful;
 /// up to here the factor is a normal number in every dtype that is computed in f32.
 pub const MAX_SCALE_EXPONENT: i32 = 64;
+
+/// Smallest part of the sum of weights that a positive weight may be: 2^-64. Weights count
+/// examples, and one example is more than this part of any 64-bit count. From here up, a scaled
+/// weight is a normal f32, so it keeps all its bits.
+pub const MIN_WEIGHT_SHARE: f64 = 1.0 / (1u128 << 64) as f64;
+
+/// Alignment in bytes of each run's start in the accumulator: one cache line, one AVX-512 register.
+pub const ACCUMULATOR_ALIGN_BYTES: u64 = 64;
+
+/// Elements the reference average works on at once: its three f64 numbers for each of them, 384
+/// KiB, stay in L2.
+pub const REFERENCE_BLOCK_ELEMENTS: usize = 16 << 10;
+
+/// Bytes that are prepared and handed to the kernel at once: `send` of 1 MiB costs the least CPU
+/// of 64 KiB, 256 KiB and 1 MiB, and 1 MiB that was just summed is still in a cache.
+pub const SEND_STEP_BYTES: u64 = 1 << 20;
+
+/// A reader is woken when so much waits: 60 % fewer wake-ups than without; 128 KiB costs speed.
+pub const RECEIVE_LOW_WATER_BYTES: u64 = 64 << 10;
+
+/// Size of a pipe for splice: the most that a user without rights may ask for.
+pub const PIPE_BYTES: usize = 1 << 20;
+
+/// Memory that a region must leave free: this process and the kernel's socket buffers need some.
+pub const MEMORY_RESERVE_BYTES: u64 = 64 << 20;
+
+/// Longest control message: one that holds the longest header.
+pub const MAX_FRAME_BYTES: u64 = MAX_HEADER_BYTES + (64 << 10);
+
+/// Checksums in one control message, 32 KiB of them: signs of life wait no longer than that takes.
+pub const SUMS_PER_MESSAGE: usize = 4096;
+
+/// Most clients of one session. Each holds one thread and one socket per lane.
+pub const MAX_CLIENTS: usize = 4096;
+
+/// Most lanes of one session. More than the cores of a host gain nothing.
+pub const MAX_STREAMS: usize = 64;
+
+/// Most rounds of one session.
+pub const MAX_ROUNDS: u32 = 1_000_000;
+
+/// How long a visitor may take to say who it is.
+pub const HANDSHAKE: Duration = Duration::from_secs(10);
+
+/// Visitors that may be about to say who they are, at once.
+pub const MAX_VISITORS: usize = 256;
+
+/// Silence after which a peer is given up: longer than a congested link or a busy host pauses.
+pub const DEADLINE: Duration = Duration::from_secs(30);
+
+/// Shortest deadline: signs of life are sent four times in it.
+pub const MIN_DEADLINE_MS: u64 = 200;
+
+/// Longest deadline, a day: a longer one would be no deadline.
+pub const MAX_DEADLINE_MS: u64 = 24 * 3600 * 1000;
+
+/// How long to wait for a peer's reason after its data channel broke.
+pub const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// Characters of a peer's text that are shown.
+pub const MAX_SHOWN_CHARS: usize = 512;

@@ -1,1 +1,429 @@
-//! (filled by the next commits)
+//! 5: the streaming weighted mean. Chunks are folded into an accumulator as they arrive.
+//!
+//! | dtype | summed in | mean |
+//! |---|---|---|
+//! | F32, F16, BF16 | f32 | rounded to nearest even |
+//! | F64 | f64 | rounded to nearest even |
+//! | I8 to I64, U8 to U64 | f64 | rounded half to even, held within the dtype's range |
+//! | BOOL | f64 | true if clients with more than half of the weight say true (any non-zero byte) |
+//!
+//! Other dtypes are refused. For each element the reducer computes, each operation rounded on
+//! its own,
+//!
+//! ```text
+//! sum = w'[0] * x[0];  sum = sum + w'[k] * x[k];  mean = sum / denominator
+//! ```
+//!
+//! with the scaled weights w' of [`Weights`]. So equal chunks in equal order give equal bits on
+//! every CPU, and the same bits as NumPy's `acc += w * x`. A mean that is NaN is the dtype's
+//! positive quiet NaN without payload; infinities and signed zeros follow IEEE 754.
+//!
+//! With K clients, unit roundoff u (2^-24 for f32 sums, 2^-53 for f64 sums) and S the weighted mean
+//! of |x|, the mean of floats is off by at most half an ulp of the dtype plus (K + 5) u S, or
+//! (2 K + 5) u S for f64 sums, because there the denominator is summed in u as well. Where
+//! products underflow, (K + 1) 2^-148, or (K + 1) 2^-1072, is added. The bound is the usual one for recursive
+//! summation (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2).
+
+mod kernels;
+
+use std::ops::Range;
+
+use safetensors::Dtype;
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+use crate::error::ReducerError;
+use crate::limits::{ACCUMULATOR_ALIGN_BYTES, MIN_WEIGHT_SHARE};
+use kernels::{Add, Bf16, Bool, Element, F16, Finish, First};
+
+pub use kernels::Level;
+
+/// The type in which elements are summed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AccumulatorType {
+    /// 4 bytes an element.
+    F32,
+    /// 8 bytes an element.
+    F64,
+}
+
+impl AccumulatorType {
+    /// Bytes of one sum.
+    pub fn bytes(self) -> u64 {
+        match self {
+            AccumulatorType::F32 => 4,
+            AccumulatorType::F64 => 8,
+        }
+    }
+
+    fn of(dtype: Dtype) -> Option<AccumulatorType> {
+        use Dtype::*;
+        match dtype {
+            F32 | F16 | BF16 => Some(AccumulatorType::F32),
+            F64 | I8 | I16 | I32 | I64 | U8 | U16 | U32 | U64 | BOOL => Some(AccumulatorType::F64),
+            _ => None,
+        }
+    }
+}
+
+/// The type in which `tensor`, whose elements are `dtype`, is summed; an error that names the
+/// tensor if its dtype is not averaged.
+pub fn accumulator(tensor: &str, dtype: Dtype) -> Result<AccumulatorType, ReducerError> {
+    let refused = || ReducerError::NotAveraged { tensor: tensor.to_owned(), dtype };
+    AccumulatorType::of(dtype).ok_or_else(refused)
+}
+
+/// One client's weight, scaled for both accumulator types.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Weight {
+    f32: f32,
+    f64: f64,
+}
+
+/// The weights of one round's clients, scaled.
+///
+/// With 2^e <= sum of weights < 2^(e+1), each weight is divided by m = 2^(e+2). That is exact, and
+/// the scaled weights sum to less than one half, so no weighted sum of finite numbers overflows.
+/// For f32 accumulators the scaled weight is then rounded to f32; a whole-numbered weight up to 2^24
+/// stays exact. The denominator is the f64 sum, in client order, of the scaled weights as used,
+/// rounded to the accumulator's type. If one client alone has a positive weight, its scaled weight
+/// and the denominator are one: the mean is that client's tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Weights {
+    clients: Vec<Weight>,
+    denominator: Weight,
+}
+
+impl Weights {
+    /// Scales `weights`, one per client, usually its number of examples. A client of weight zero
+    /// is left out of the mean, whatever it sends.
+    ///
+    /// # Errors
+    /// A weight that is negative, NaN, infinite, or positive but below
+    /// [`MIN_WEIGHT_SHARE`] of the sum; a sum that is zero or overflows.
+    pub fn new(weights: &[f64]) -> Result<Weights, ReducerError> {
+        let sum = checked_sum(weights)?;
+        let positive = weights.iter().filter(|&&w| w > 0.0).count();
+        let shift = if positive == 1 { None } else { Some(-exponent(sum) - 2) };
+        let scaled =
+            |&w: &f64| shift.map_or((w > 0.0).into(), |shift| times_power_of_two(w, shift));
+        let clients: Vec<Weight> =
+            weights.iter().map(scaled).map(|w| Weight { f32: w as f32, f64: w }).collect();
+        let denominator = Weight {
+            f32: clients.iter().map(|w| f64::from(w.f32)).sum::<f64>() as f32,
+            f64: clients.iter().map(|w| w.f64).sum(),
+        };
+        Ok(Weights { clients, denominator })
+    }
+
+    /// The scaled weight of a client, by its index in the slice given to [`Weights::new`].
+    pub fn get(&self, client: usize) -> Option<Weight> {
+        self.clients.get(client).copied()
+    }
+
+    /// Number of clients, those of weight zero included.
+    pub fn clients(&self) -> usize {
+        self.clients.len()
+    }
+}
+
+fn checked_sum(weights: &[f64]) -> Result<f64, ReducerError> {
+    let mut sum = 0.0;
+    for (client, &weight) in weights.iter().enumerate() {
+        if !weight.is_finite() || weight < 0.0 {
+            return Err(ReducerError::Weight { client, weight });
+        }
+        sum += weight;
+        if sum.is_infinite() {
+            return Err(ReducerError::WeightSum { client });
+        }
+    }
+    if sum == 0.0 {
+        return Err(ReducerError::NoWeight);
+    }
+    let lost = |&(_, &weight): &(usize, &f64)| weight > 0.0 && weight / sum < MIN_WEIGHT_SHARE;
+    match weights.iter().enumerate().find(lost) {
+        Some((client, &weight)) => Err(ReducerError::WeightTooSmall { client, weight }),
+        None => Ok(sum),
+    }
+}
+
+/// e with 2^e <= x < 2^(e+1), for a positive finite x.
+fn exponent(x: f64) -> i32 {
+    match x.is_normal() {
+        true => (x.to_bits() >> 52) as i32 - 1023,
+        // The leading one of a subnormal weighs 2^-1074 times two to its position.
+        false => -1074 + x.to_bits().ilog2() as i32,
+    }
+}
+
+/// x * 2^n in two steps, because 2^n itself may be out of range. Exact if the product is normal.
+fn times_power_of_two(x: f64, n: i32) -> f64 {
+    let half = n / 2;
+    x * 2f64.powi(half) * 2f64.powi(n - half)
+}
+
+/// Folds one chunk into its accumulator slice with the best instructions of this CPU.
+///
+/// `payload` holds whole little-endian elements of `dtype`, at any alignment; `acc` holds one
+/// accumulator element for each, aligned to that element. The `first` chunk of a round
+/// overwrites `acc`, later ones are added.
+///
+/// # Errors
+/// Lengths or alignment that do not fit, or a dtype that is not averaged; `acc` is then unchanged.
+pub fn accumulate(
+    dtype: Dtype,
+    first: bool,
+    weight: Weight,
+    payload: &[u8],
+    acc: &mut [u8],
+) -> Result<(), ReducerError> {
+    accumulate_at(Level::best(), dtype, first, weight, payload, acc)
+}
+
+/// Writes the mean of an accumulator slice to `out`, whole elements of `dtype` at any alignment.
+///
+/// # Errors
+/// As [`accumulate`]; `out` is then unchanged.
+pub fn finish(
+    dtype: Dtype,
+    weights: &Weights,
+    acc: &[u8],
+    out: &mut [u8],
+) -> Result<(), ReducerError> {
+    finish_at(Level::best(), dtype, weights, acc, out)
+}
+
+/// Calls `$function::<E>($arguments)` with the element type `E` of a dtype.
+macro_rules! dispatch {
+    ($dtype:expr, $function:ident($($argument:expr),*)) => {
+        match $dtype {
+            Dtype::F32 => $function::<f32>($($argument),*),
+            Dtype::F16 => $function::<F16>($($argument),*),
+            Dtype::BF16 => $function::<Bf16>($($argument),*),
+            Dtype::F64 => $function::<f64>($($argument),*),
+            Dtype::I8 => $function::<i8>($($argument),*),
+            Dtype::I16 => $function::<i16>($($argument),*),
+            Dtype::I32 => $function::<i32>($($argument),*),
+            Dtype::I64 => $function::<i64>($($argument),*),
+            Dtype::U8 => $function::<u8>($($argument),*),
+            Dtype::U16 => $function::<u16>($($argument),*),
+            Dtype::U32 => $function::<u32>($($argument),*),
+            Dtype::U64 => $function::<u64>($($argument),*),
+            Dtype::BOOL => $function::<Bool>($($argument),*),
+            dtype => {
+                let tensor = "of this chunk".to_owned();
+                Err(ReducerError::NotAveraged { tensor, dtype })
+            }
+        }
+    };
+}
+
+/// [`accumulate`] at a chosen level, to compare and to measure levels. A level this CPU lacks
+/// is replaced by the best it has.
+///
+/// # Errors
+/// As [`accumulate`].
+pub fn accumulate_at(
+    level: Level,
+    dtype: Dtype,
+    first: bool,
+    weight: Weight,
+    payload: &[u8],
+    acc: &mut [u8],
+) -> Result<(), ReducerError> {
+    dispatch!(dtype, fold(level, dtype, first, weight, payload, acc))
+}
+
+/// [`finish`] at a chosen level, as [`accumulate_at`].
+///
+/// # Errors
+/// As [`finish`].
+pub fn finish_at(
+    level: Level,
+    dtype: Dtype,
+    weights: &Weights,
+    acc: &[u8],
+    out: &mut [u8],
+) -> Result<(), ReducerError> {
+    dispatch!(dtype, write_mean(level, dtype, weights, acc, out))
+}
+
+/// The accumulator types, as numbers.
+trait Sum: Copy + FromBytes + IntoBytes + Immutable {
+    const NOTHING: Self;
+    fn pick(weight: Weight) -> Self;
+}
+
+impl Sum for f32 {
+    /// Negative zero, because adding it to anything, negative zero included, changes nothing.
+    const NOTHING: f32 = -0.0;
+    fn pick(weight: Weight) -> f32 {
+        weight.f32
+    }
+}
+
+impl Sum for f64 {
+    const NOTHING: f64 = -0.0;
+    fn pick(weight: Weight) -> f64 {
+        weight.f64
+    }
+}
+
+fn fold<E: Element<Sum: Sum, Bytes: FromBytes + Immutable>>(
+    level: Level,
+    dtype: Dtype,
+    first: bool,
+    weight: Weight,
+    payload: &[u8],
+    acc: &mut [u8],
+) -> Result<(), ReducerError> {
+    let counts = weight.f64 > 0.0;
+    let payload = <[E::Bytes]>::ref_from_bytes(payload)
+        .map_err(|_| ReducerError::PartialElement { dtype, bytes: payload.len() })?;
+    check_accumulator::<E>(dtype, payload.len(), acc)?;
+    let sums = <[E::Sum]>::mut_from_bytes(acc).map_err(|_| ReducerError::Misaligned { dtype })?;
+    let weight = E::Sum::pick(weight);
+    match (first, counts) {
+        (true, true) => level.run(First::<E> { weight, payload, sums }),
+        (false, true) => level.run(Add::<E> { weight, payload, sums }),
+        // Not multiplied by zero: zero times infinity is NaN.
+        (true, false) => sums.fill(E::Sum::NOTHING),
+        (false, false) => {}
+    }
+    Ok(())
+}
+
+fn write_mean<E: Element<Sum: Sum, Bytes: FromBytes + IntoBytes + Immutable>>(
+    level: Level,
+    dtype: Dtype,
+    weights: &Weights,
+    acc: &[u8],
+    out: &mut [u8],
+) -> Result<(), ReducerError> {
+    let bytes = out.len();
+    let out = <[E::Bytes]>::mut_from_bytes(out)
+        .map_err(|_| ReducerError::PartialElement { dtype, bytes })?;
+    check_accumulator::<E>(dtype, out.len(), acc)?;
+    let sums = <[E::Sum]>::ref_from_bytes(acc).map_err(|_| ReducerError::Misaligned { dtype })?;
+    let denominator = E::Sum::pick(weights.denominator);
+    level.run(Finish::<E> { denominator, sums, out });
+    Ok(())
+}
+
+fn check_accumulator<E: Element>(
+    dtype: Dtype,
+    elements: usize,
+    acc: &[u8],
+) -> Result<(), ReducerError> {
+    match elements.checked_mul(size_of::<E::Sum>()) == Some(acc.len()) {
+        true => Ok(()),
+        false => Err(ReducerError::Length { dtype, elements, accumulator_bytes: acc.len() }),
+    }
+}
+
+/// Where the sums of a model's elements lie in its accumulator.
+///
+/// Runs are stretches of the data section with one dtype. Each run's sums start at a multiple of
+/// [`ACCUMULATOR_ALIGN_BYTES`]. A model of F32 alone has an accumulator as long as its data.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AccumulatorLayout {
+    runs: Vec<Placed>,
+    bytes: u64,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+struct Placed {
+    dtype: Dtype,
+    data: Range<u64>,
+    element_bytes: u64,
+    sum_bytes: u64,
+    start: u64,
+}
+
+impl AccumulatorLayout {
+    /// Lays out the sums of `runs`, which cover the data section in order and without gap. Empty
+    /// runs are left out.
+    ///
+    /// # Errors
+    /// A dtype that is not averaged, runs that do not follow each other in whole elements, or an
+    /// accumulator beyond 2^64 bytes.
+    pub fn new(
+        runs: impl IntoIterator<Item = (Dtype, Range<u64>)>,
+    ) -> Result<AccumulatorLayout, ReducerError> {
+        let mut layout = AccumulatorLayout { runs: Vec::new(), bytes: 0 };
+        for (dtype, data) in runs {
+            layout.push(dtype, data)?;
+        }
+        Ok(layout)
+    }
+
+    fn push(&mut self, dtype: Dtype, data: Range<u64>) -> Result<(), ReducerError> {
+        let sum_bytes = accumulator(&format!("at byte {}", data.start), dtype)?.bytes();
+        let element_bytes = dtype.bitsize() as u64 / 8;
+        let follows = self.runs.last().is_none_or(|last| last.data.end == data.start);
+        let length = data.end.checked_sub(data.start).filter(|l| l % element_bytes == 0);
+        let (true, Some(length)) = (follows, length) else {
+            return Err(ReducerError::Run { dtype, range: data });
+        };
+        if length == 0 {
+            return Ok(());
+        }
+        let start = self.bytes.checked_next_multiple_of(ACCUMULATOR_ALIGN_BYTES);
+        let sums = (length / element_bytes).checked_mul(sum_bytes);
+        let end = start.zip(sums).and_then(|(start, sums)| start.checked_add(sums));
+        let (Some(start), Some(end)) = (start, end) else { return Err(ReducerError::TooLarge) };
+        self.runs.push(Placed { dtype, data, element_bytes, sum_bytes, start });
+        self.bytes = end;
+        Ok(())
+    }
+
+    /// Length of the accumulator in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Where the accumulator holds a chunk: bytes `chunk` of the data section, whole elements
+    /// inside one run of `dtype`.
+    ///
+    /// # Errors
+    /// A chunk that is not that.
+    pub fn range(&self, chunk: Range<u64>, dtype: Dtype) -> Result<Range<u64>, ReducerError> {
+        let run = self.run_at(chunk.start).filter(|run| run.dtype == dtype);
+        let placed = run.and_then(|run| Some(run.place(chunk.start)?..run.place(chunk.end)?));
+        placed.filter(|r| r.start <= r.end).ok_or(ReducerError::Chunk { range: chunk })
+    }
+
+    /// The accumulator bytes that cover bytes `span` of the data section, which may hold many
+    /// runs. Spans that meet in the data meet in the accumulator, so spans that tile the data cut
+    /// the accumulator into disjoint slices that one thread each may own.
+    ///
+    /// # Errors
+    /// A span that is outside the data or cuts an element.
+    pub fn span(&self, span: Range<u64>) -> Result<Range<u64>, ReducerError> {
+        let ends = self.position(span.start).zip(self.position(span.end));
+        let covered = ends.filter(|(start, end)| start <= end).map(|(start, end)| start..end);
+        covered.ok_or(ReducerError::Chunk { range: span })
+    }
+
+    /// Where the sums from `byte` of the data section on begin.
+    fn position(&self, byte: u64) -> Option<u64> {
+        match self.run_at(byte) {
+            Some(run) => run.place(byte),
+            None => (byte == self.runs.last().map_or(0, |run| run.data.end)).then_some(self.bytes),
+        }
+    }
+
+    fn run_at(&self, byte: u64) -> Option<&Placed> {
+        let run = self.runs.get(self.runs.partition_point(|run| run.data.end <= byte))?;
+        run.data.contains(&byte).then_some(run)
+    }
+}
+
+impl Placed {
+    /// The accumulator byte of data byte `byte`, which is an element's start or the run's end.
+    fn place(&self, byte: u64) -> Option<u64> {
+        let offset = byte.checked_sub(self.data.start).filter(|_| byte <= self.data.end)?;
+        let whole = offset % self.element_bytes == 0;
+        whole.then(|| self.start + offset / self.element_bytes * self.sum_bytes)
+    }
+}

@@ -1,3 +1,38 @@
-//! Where parameters end: the last stage of the flow.
+//! Stage 6: where checked chunks go.
 
+pub mod discard;
 pub mod file;
+pub mod mean;
+pub mod region;
+
+use crate::error::SinkError;
+use crate::manifest::Chunk;
+use crate::receiver::{Landing, Lands};
+
+/// Takes the chunks of one lane. `peer` counts the streams of the lane.
+pub trait Sink: Send {
+    /// Where the bytes of `chunk` from `filled` on may land, for a path that needs `lands`.
+    /// Without a place they land in a buffer and come through [`Sink::accept`].
+    fn landing(
+        &mut self,
+        _peer: usize,
+        _chunk: &Chunk,
+        _filled: usize,
+        _lands: Lands,
+    ) -> Option<Landing<'_>> {
+        None
+    }
+
+    /// The bytes of a chunk that landed in the sink.
+    fn landed(&mut self, _peer: usize, _chunk: &Chunk) -> Result<&[u8], SinkError> {
+        Err(SinkError::NoLanding)
+    }
+
+    /// Takes the bytes of a chunk that landed in a buffer.
+    fn accept(&mut self, peer: usize, chunk: &Chunk, bytes: &[u8]) -> Result<(), SinkError>;
+
+    /// Whether chunks must pass their checksum first. Only a sink that drops them says no.
+    fn checks(&self) -> bool {
+        true
+    }
+}

@@ -5,6 +5,7 @@
 
 pub mod file;
 pub mod generator;
+pub mod region;
 pub mod scaled;
 
 use std::ops::Range;

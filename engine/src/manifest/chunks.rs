@@ -18,6 +18,13 @@ pub struct Chunk {
     pub dtype: Dtype,
 }
 
+impl Chunk {
+    /// How many bytes it has.
+    pub fn length(&self) -> usize {
+        (self.bytes.end - self.bytes.start) as usize
+    }
+}
+
 /// All chunks of a model. They are computed when asked for; the table grows with the number of
 /// runs, not of chunks. Cloning is cheap.
 #[derive(Clone, Debug)]
@@ -74,6 +81,22 @@ impl ChunkTable {
         let step = step_bytes(*dtype, self.chunk_bytes);
         let start = range.start + (index - self.first_chunks[run_index]) as u64 * step;
         Chunk { index, bytes: start..(start + step).min(range.end), dtype: *dtype }
+    }
+
+    /// The bytes of a contiguous range of chunks.
+    pub fn bytes_of(&self, range: &Range<usize>) -> Range<u64> {
+        match range.is_empty() {
+            // Where the next chunk starts, so that empty ranges meet their neighbours.
+            true if range.start < self.len() => {
+                let start = self.get(range.start).bytes.start;
+                start..start
+            }
+            true => {
+                let end = self.len().checked_sub(1).map_or(0, |last| self.get(last).bytes.end);
+                end..end
+            }
+            false => self.get(range.start).bytes.start..self.get(range.end - 1).bytes.end,
+        }
     }
 
     /// Cuts the chunks into `lanes` contiguous ranges of about the same number of bytes. They

@@ -13,8 +13,10 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{AtFlags, CWD, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 
+use super::Sink;
 use crate::error::SinkError;
-use crate::manifest::Manifest;
+use crate::manifest::{Chunk, Manifest};
+use crate::receiver::{Landing, Lands};
 
 /// A model on its way to disk. Dropped without [`ModelFile::finish`], it leaves nothing behind.
 #[derive(Debug)]
@@ -63,6 +65,15 @@ impl ModelFile {
         }
         let result = self.file.write_all_at(bytes, self.data_start + offset);
         result.map_err(|cause| self.target.error("write", cause))
+    }
+
+    /// Reads back bytes of the data section that were written before.
+    ///
+    /// # Errors
+    /// If the disk refuses.
+    pub fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<(), SinkError> {
+        let result = self.file.read_exact_at(out, self.data_start + offset);
+        result.map_err(|cause| self.target.error("read", cause))
     }
 
     /// The descriptor and the position of the data section in it, for a kernel that writes by
@@ -217,6 +228,48 @@ fn reserve(file: &File, bytes: u64, target: &Target) -> Result<(), SinkError> {
             file.set_len(bytes).map_err(|cause| target.error("reserve", cause))
         }
         Err(errno) => Err(target.error("reserve", errno)),
+    }
+}
+
+/// One lane's part of a file.
+pub struct FileSink<'a> {
+    file: &'a ModelFile,
+    /// Holds a chunk that landed in the file, to check it.
+    landed: Vec<u8>,
+}
+
+impl<'a> FileSink<'a> {
+    /// Writes chunks to where they belong in `file`.
+    pub fn new(file: &'a ModelFile) -> FileSink<'a> {
+        FileSink { file, landed: Vec::new() }
+    }
+}
+
+impl Sink for FileSink<'_> {
+    fn landing(
+        &mut self,
+        _peer: usize,
+        chunk: &Chunk,
+        filled: usize,
+        lands: Lands,
+    ) -> Option<Landing<'_>> {
+        let (file, start) = self.file.file();
+        let position = start + chunk.bytes.start + filled as u64;
+        (lands == Lands::File).then_some(Landing {
+            length: chunk.length() - filled,
+            bytes: None,
+            file: Some((file, position)),
+        })
+    }
+
+    fn landed(&mut self, _peer: usize, chunk: &Chunk) -> Result<&[u8], SinkError> {
+        self.landed.resize(chunk.length(), 0);
+        self.file.read_at(chunk.bytes.start, &mut self.landed)?;
+        Ok(&self.landed)
+    }
+
+    fn accept(&mut self, _peer: usize, chunk: &Chunk, bytes: &[u8]) -> Result<(), SinkError> {
+        self.file.write_at(chunk.bytes.start, bytes)
     }
 }
 

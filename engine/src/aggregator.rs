@@ -1,0 +1,342 @@
+//! The process that averages: waits for its clients, runs rounds, sends the model back.
+
+mod door;
+mod gather;
+mod round;
+
+use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender};
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::control::{self, Congestion, Heartbeat, Writer};
+use crate::error::{AggregatorError, ControlError, Fault, LaneError, ProtocolError};
+use crate::lane::Signal;
+use crate::lane::receive::Order;
+use crate::limits;
+use crate::manifest::{ChunkTable, Manifest};
+use crate::meter::Phase;
+use crate::paths::{ReceiveKind, SendKind};
+use crate::reducer::{AccumulatorLayout, Weights};
+use crate::region::{Region, RegionPool};
+use crate::sums::SumTable;
+use crate::wire::message::{AggregatorMessage, ClientMessage};
+
+use door::Door;
+
+/// What happens to the updates.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Averaging {
+    /// Averaged while they arrive.
+    Streaming,
+    /// Received whole, every client's into a region of its own, and averaged after. The baseline
+    /// that streaming is measured against.
+    Staged,
+    /// Checked and dropped; there is no mean. For benchmarks.
+    Checksum,
+    /// Dropped unseen; there is no mean. For benchmarks.
+    Discard,
+}
+
+/// How an aggregator works. [`Default`] gives every field but `clients` a value for daily use.
+#[derive(Clone, Debug)]
+pub struct AggregatorConfig {
+    /// Clients to wait for.
+    pub clients: usize,
+    /// Rounds that will be run; told to the clients.
+    pub rounds: u32,
+    /// Lanes, and so data channels of each client.
+    pub streams: usize,
+    /// Most bytes of a chunk.
+    pub chunk_bytes: u64,
+    /// Silence after which a peer is given up.
+    pub deadline: Duration,
+    /// In which order chunks are averaged.
+    pub order: Order,
+    /// What happens to the updates.
+    pub averaging: Averaging,
+    /// How updates are received.
+    pub receive_path: ReceiveKind,
+    /// How the model is sent; without a wish the best that the host offers.
+    pub send_path: Option<SendKind>,
+    /// Congestion control of the data channels.
+    pub congestion: Congestion,
+}
+
+impl Default for AggregatorConfig {
+    fn default() -> Self {
+        AggregatorConfig {
+            clients: 1,
+            rounds: 1,
+            streams: default_streams(),
+            chunk_bytes: limits::CHUNK_BYTES,
+            deadline: limits::DEADLINE,
+            order: Order::Arrival,
+            averaging: Averaging::Streaming,
+            receive_path: ReceiveKind::default(),
+            send_path: None,
+            congestion: Congestion::Auto,
+        }
+    }
+}
+
+/// One lane for each core this process may use: more gain nothing.
+pub fn default_streams() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from).min(limits::MAX_STREAMS)
+}
+
+/// Something that the session has to react to.
+enum Event {
+    Joined { socket: TcpStream, address: SocketAddr, name: String, examples: f64, header: Vec<u8> },
+    Stream { client: u32, stream: u32, socket: TcpStream },
+    Message { client: usize, message: ClientMessage },
+    Lost { client: usize, error: ControlError },
+    Lane { result: Result<(), LaneError> },
+}
+
+/// A listening aggregator that has no clients yet.
+pub struct Aggregator {
+    config: AggregatorConfig,
+    address: SocketAddr,
+    door: Door,
+    events: Receiver<Event>,
+    sender: Sender<Event>,
+}
+
+impl Aggregator {
+    /// Checks `config` and listens on `address`.
+    pub fn bind(
+        address: impl ToSocketAddrs + std::fmt::Display,
+        config: AggregatorConfig,
+    ) -> Result<Aggregator, AggregatorError> {
+        check(&config)?;
+        let listen = |source| AggregatorError::Listen { address: address.to_string(), source };
+        let listener = TcpListener::bind(&address).map_err(listen)?;
+        let bound = listener.local_addr().map_err(listen)?;
+        let (sender, events) = std::sync::mpsc::channel();
+        let door =
+            Door::open(listener, sender.clone(), config.congestion.clone()).map_err(listen)?;
+        Ok(Aggregator { config, address: bound, door, events, sender })
+    }
+
+    /// Where clients can dial.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+}
+
+fn check(config: &AggregatorConfig) -> Result<(), AggregatorError> {
+    let within = |what, value: u64, least: u64, most: u64| {
+        if (least..=most).contains(&value) {
+            Ok(())
+        } else {
+            Err(AggregatorError::Config { what, value, least, most })
+        }
+    };
+    within("clients", config.clients as u64, 1, limits::MAX_CLIENTS as u64)?;
+    within("rounds", config.rounds.into(), 1, limits::MAX_ROUNDS.into())?;
+    within("streams", config.streams as u64, 1, limits::MAX_STREAMS as u64)?;
+    within("chunk bytes", config.chunk_bytes, limits::MIN_CHUNK_BYTES, limits::MAX_CHUNK_BYTES)?;
+    let deadline_ms = config.deadline.as_millis().min(u64::MAX.into()) as u64;
+    within("deadline in ms", deadline_ms, limits::MIN_DEADLINE_MS, limits::MAX_DEADLINE_MS)
+}
+
+/// A client of the session.
+struct Peer {
+    /// Its number in events, by time of arrival. Its place in the session is by name.
+    token: usize,
+    name: String,
+    address: SocketAddr,
+    examples: f64,
+    writer: Arc<Writer>,
+    shared: Arc<PeerShared>,
+    reader: Option<JoinHandle<()>>,
+    streams: Vec<TcpStream>,
+}
+
+/// What the thread that reads a client's control channel shares with the lanes.
+#[derive(Default)]
+struct PeerShared {
+    sums: OnceLock<SumTable>,
+    round: AtomicU32,
+    began: AtomicBool,
+    /// Bytes of the update that came, and of the model that went, in this round.
+    came: AtomicU64,
+    sent: AtomicU64,
+}
+
+impl Peer {
+    fn label(&self) -> String {
+        format!("client \"{}\" ({})", self.name, self.address)
+    }
+
+    fn fault(&self, error: impl Into<Fault>) -> AggregatorError {
+        AggregatorError::Client { client: self.label(), error: error.into() }
+    }
+}
+
+/// An aggregator with all its clients.
+pub struct Session {
+    config: AggregatorConfig,
+    manifest: Manifest,
+    chunks: ChunkTable,
+    lanes: Vec<Range<usize>>,
+    signals: Vec<Arc<Signal>>,
+    /// Absent when updates are dropped.
+    layout: Option<AccumulatorLayout>,
+    weights: Weights,
+    peers: Vec<Peer>,
+    pool: RegionPool,
+    model: Option<Model>,
+    round: u32,
+    phases: Vec<Phase>,
+    events: Receiver<Event>,
+    sender: Sender<Event>,
+    // Dropped last: they end threads.
+    _heartbeat: Heartbeat,
+    _door: Door,
+}
+
+/// The model of the last round, or the initial one, and the checksums of its chunks.
+struct Model {
+    region: Region,
+    sums: Vec<u64>,
+}
+
+/// How far each client is, for progress displays.
+#[derive(Clone)]
+pub struct Progress {
+    clients: Vec<(String, Arc<PeerShared>)>,
+    model_bytes: u64,
+}
+
+/// One client's progress.
+pub struct ClientProgress<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// Bytes of its update that have come in this round.
+    pub uploaded_bytes: u64,
+    /// Bytes of the model that have been sent to it in this round.
+    pub downloaded_bytes: u64,
+}
+
+impl Progress {
+    /// Bytes of the model: what each client uploads and downloads in a round.
+    pub fn model_bytes(&self) -> u64 {
+        self.model_bytes
+    }
+
+    /// Every client's progress, in client order.
+    pub fn clients(&self) -> impl Iterator<Item = ClientProgress<'_>> {
+        self.clients.iter().map(|(name, shared)| ClientProgress {
+            name,
+            uploaded_bytes: shared.came.load(Ordering::Relaxed),
+            downloaded_bytes: shared.sent.load(Ordering::Relaxed),
+        })
+    }
+}
+
+/// Reads one client's control channel until it ends.
+fn read_client(mut socket: TcpStream, client: usize, shared: &PeerShared, events: &Sender<Event>) {
+    loop {
+        let event = match control::read_message(&mut socket, limits::MAX_FRAME_BYTES) {
+            Ok(message) => match note(message, shared) {
+                Ok(None) => continue,
+                Ok(Some(message)) => Event::Message { client, message },
+                Err(error) => Event::Lost { client, error: error.into() },
+            },
+            Err(error) => Event::Lost { client, error },
+        };
+        let last = matches!(event, Event::Lost { .. });
+        if events.send(event).is_err() || last {
+            return;
+        }
+    }
+}
+
+/// Takes what concerns the lanes; gives back what the session must decide on.
+fn note(
+    message: ClientMessage,
+    shared: &PeerShared,
+) -> Result<Option<ClientMessage>, ProtocolError> {
+    match message {
+        ClientMessage::Alive => Ok(None),
+        ClientMessage::Sums { stream, sums } => {
+            let table = shared.sums.get().ok_or(ProtocolError::Unexpected { what: "checksums" })?;
+            table.announce(stream, &sums)?;
+            Ok(None)
+        }
+        ClientMessage::Uploading { round } => {
+            if round != shared.round.load(Ordering::SeqCst) || round == 0 {
+                return Err(ProtocolError::Unexpected { what: "an upload" });
+            }
+            shared.began.store(true, Ordering::Release);
+            Ok(None)
+        }
+        other => Ok(Some(other)),
+    }
+}
+
+impl Session {
+    /// Clients of the session: name, address and weight, in client order.
+    pub fn clients(&self) -> impl Iterator<Item = (&str, SocketAddr, f64)> {
+        self.peers.iter().map(|peer| (peer.name.as_str(), peer.address, peer.examples))
+    }
+
+    /// The model's manifest: that of the initial model, else of the first client.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// The bytes of the newest model, if there is one.
+    pub fn model(&self) -> Option<&[u8]> {
+        self.model.as_ref().map(|model| model.region.bytes())
+    }
+
+    /// What was measured so far.
+    pub fn phases(&self) -> &[Phase] {
+        &self.phases
+    }
+
+    /// How far each client is; can be read from another thread.
+    pub fn progress(&self) -> Progress {
+        Progress {
+            clients: self.peers.iter().map(|p| (p.name.clone(), p.shared.clone())).collect(),
+            model_bytes: self.manifest.data_bytes(),
+        }
+    }
+
+    /// Tells every client that all rounds are done.
+    pub fn finish(mut self) -> Result<Vec<Phase>, AggregatorError> {
+        for peer in &self.peers {
+            let sent = peer.writer.send(&AggregatorMessage::Done);
+            sent.map_err(|error| peer.fault(error))?;
+        }
+        // A client closes when it has read that; only then is it sure to have.
+        let patience = Instant::now() + self.config.deadline;
+        let mut open = self.peers.len();
+        while open > 0 {
+            match self.events.recv_timeout(patience.saturating_duration_since(Instant::now())) {
+                Ok(Event::Lost { .. }) => open -= 1,
+                Ok(_) => {}
+                Err(_) => break,
+            }
+        }
+        Ok(std::mem::take(&mut self.phases))
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        for peer in &mut self.peers {
+            peer.writer.shut_down();
+            if let Some(reader) = peer.reader.take() {
+                // The thread cannot panic, and there is nobody to tell.
+                let _ = reader.join();
+            }
+        }
+    }
+}

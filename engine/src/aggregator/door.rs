@@ -1,0 +1,178 @@
+//! Accepts connections, finds out what each one is, and lets in those that may. A stranger costs
+//! one thread for a few seconds and can end nothing.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::Event;
+use crate::control::{self, Congestion};
+use crate::error::{ControlError, DoorError};
+use crate::limits;
+use crate::wire::hello::{Answer, Channel, DataHello, Preamble, SessionId, Ticket};
+use crate::wire::message::ClientMessage;
+
+/// Who may open data channels, and which streams are open already.
+pub(super) struct Tickets {
+    pub session: SessionId,
+    pub streams: u32,
+    pub clients: HashMap<u32, (Ticket, Vec<bool>)>,
+}
+
+/// What the handshake threads share.
+struct Hall {
+    tickets: Mutex<Option<Tickets>>,
+    events: Sender<Event>,
+    congestion: Congestion,
+    visitors: AtomicUsize,
+    closed: AtomicBool,
+}
+
+/// The listening side of an aggregator.
+pub(super) struct Door {
+    hall: Arc<Hall>,
+    address: SocketAddr,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Door {
+    /// Starts to accept connections.
+    pub fn open(
+        listener: TcpListener,
+        events: Sender<Event>,
+        congestion: Congestion,
+    ) -> io::Result<Door> {
+        let address = listener.local_addr()?;
+        let hall = Arc::new(Hall {
+            tickets: Mutex::new(None),
+            events,
+            congestion,
+            visitors: AtomicUsize::new(0),
+            closed: AtomicBool::new(false),
+        });
+        let inside = hall.clone();
+        let thread = std::thread::Builder::new()
+            .name("door".into())
+            .spawn(move || accept_all(&listener, &inside))?;
+        Ok(Door { hall, address, thread: Some(thread) })
+    }
+
+    /// From now on data channels with these tickets are let in.
+    pub fn admit(&self, tickets: Tickets) {
+        *self.hall.tickets.lock().unwrap_or_else(PoisonError::into_inner) = Some(tickets);
+    }
+}
+
+impl Drop for Door {
+    fn drop(&mut self) {
+        self.hall.closed.store(true, Ordering::SeqCst);
+        // accept() has no other way to be told than one more connection.
+        let woken = TcpStream::connect_timeout(&control::dialable(self.address), limits::HANDSHAKE);
+        if let (Ok(_), Some(thread)) = (woken, self.thread.take()) {
+            // The thread cannot panic, and there is nobody to tell.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn accept_all(listener: &TcpListener, hall: &Arc<Hall>) {
+    for socket in listener.incoming() {
+        if hall.closed.load(Ordering::SeqCst) {
+            return;
+        }
+        match socket {
+            Ok(socket) => receive_visitor(socket, hall),
+            Err(error) => {
+                tracing::warn!("a connection could not be accepted: {error}");
+                // Out of descriptors, most likely: trying again at once would spin.
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        }
+    }
+}
+
+fn receive_visitor(socket: TcpStream, hall: &Arc<Hall>) {
+    if hall.visitors.fetch_add(1, Ordering::SeqCst) >= limits::MAX_VISITORS {
+        hall.visitors.fetch_sub(1, Ordering::SeqCst);
+        tracing::warn!(
+            "more than {} connections at once have not said yet who they are; one was closed",
+            limits::MAX_VISITORS
+        );
+        return;
+    }
+    let inside = hall.clone();
+    let spawned = std::thread::Builder::new().name("visitor".into()).spawn(move || {
+        let peer = socket.peer_addr().map_or_else(|_| "a peer that left".into(), |a| a.to_string());
+        if let Err(error) = welcome(socket, &inside) {
+            tracing::warn!("connection from {peer} refused: {error}");
+        }
+        inside.visitors.fetch_sub(1, Ordering::SeqCst);
+    });
+    if let Err(error) = spawned {
+        hall.visitors.fetch_sub(1, Ordering::SeqCst);
+        tracing::warn!("a connection could not be served: {error}");
+    }
+}
+
+fn welcome(mut socket: TcpStream, hall: &Hall) -> Result<(), DoorError> {
+    socket.set_read_timeout(Some(limits::HANDSHAKE))?;
+    socket.set_write_timeout(Some(limits::HANDSHAKE))?;
+    control::prepare_socket(&socket, &hall.congestion)?;
+    let preamble: Preamble = control::read_fixed(&mut socket)?;
+    match preamble.channel() {
+        Ok(Channel::Control) => welcome_client(socket, hall),
+        Ok(Channel::Data) => welcome_stream(socket, hall),
+        Err(error) => {
+            // So that a peer of another version can say what it met.
+            let _ = control::write_fixed(&mut socket, &Preamble::new(Channel::Control));
+            Err(ControlError::from(error).into())
+        }
+    }
+}
+
+fn welcome_client(mut socket: TcpStream, hall: &Hall) -> Result<(), DoorError> {
+    control::write_fixed(&mut socket, &Preamble::new(Channel::Control))?;
+    let message = control::read_message(&mut socket, limits::MAX_FRAME_BYTES)?;
+    let ClientMessage::Join { name, examples, header } = message else {
+        return Err(DoorError::NoJoin);
+    };
+    let address = socket.peer_addr()?;
+    // Nobody listens any more when the session has ended; the socket then closes.
+    let _ = hall.events.send(Event::Joined { socket, address, name, examples, header });
+    Ok(())
+}
+
+fn welcome_stream(mut socket: TcpStream, hall: &Hall) -> Result<(), DoorError> {
+    let hello: DataHello = control::read_fixed(&mut socket)?;
+    let answer = check_ticket(&hello, hall);
+    control::write_fixed(&mut socket, &Preamble::answering(Channel::Data, answer))?;
+    match answer {
+        Answer::Admitted => {
+            socket.set_nonblocking(true)?;
+            let (client, stream) = (hello.client(), hello.stream());
+            let _ = hall.events.send(Event::Stream { client, stream, socket });
+            Ok(())
+        }
+        answer => Err(DoorError::Ticket { answer }),
+    }
+}
+
+fn check_ticket(hello: &DataHello, hall: &Hall) -> Answer {
+    let mut tickets = hall.tickets.lock().unwrap_or_else(PoisonError::into_inner);
+    let Some(tickets) = tickets.as_mut() else { return Answer::WrongTicket };
+    let Some((ticket, taken)) = tickets.clients.get_mut(&hello.client()) else {
+        return Answer::WrongTicket;
+    };
+    if !hello.is_admitted_by(&tickets.session, ticket) || hello.stream() >= tickets.streams {
+        return Answer::WrongTicket;
+    }
+    match std::mem::replace(&mut taken[hello.stream() as usize], true) {
+        true => Answer::Taken,
+        false => Answer::Admitted,
+    }
+}

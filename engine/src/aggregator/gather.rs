@@ -1,0 +1,326 @@
+//! Waits for the clients, checks what they bring, and agrees with them on how bytes will travel.
+
+use std::collections::HashMap;
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::{Arc, PoisonError};
+use std::time::Instant;
+
+use rustix::rand::{GetRandomFlags, getrandom};
+
+use super::door::Tickets;
+use super::{
+    Aggregator, AggregatorConfig, Averaging, Event, Peer, PeerShared, Session, read_client,
+};
+use crate::control::{Heartbeat, Listeners, Writer, printable};
+use crate::error::{AggregatorError, Fault};
+use crate::lane::Signal;
+use crate::limits;
+use crate::manifest::Manifest;
+use crate::reducer::{self, AccumulatorLayout, Weights};
+use crate::region::RegionPool;
+use crate::sums::SumTable;
+use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
+
+impl Aggregator {
+    /// Waits until all clients have joined with the same model, then opens their data channels.
+    /// `manifest` is that of an initial model; without one the first client's counts.
+    ///
+    /// # Errors
+    /// A client that leaves, brings another model or a weight or name that cannot be used ends
+    /// the session for all; the error names it.
+    pub fn gather(self, manifest: Option<Manifest>) -> Result<Session, AggregatorError> {
+        let listeners = Listeners::default();
+        let deadline = self.config.deadline;
+        let heartbeat = Heartbeat::start(listeners.clone(), AggregatorMessage::Alive, deadline)?;
+        if let Some(manifest) = &manifest {
+            check_averaged(&self.config, manifest)?;
+        }
+        let mut gathering = Gathering { aggregator: self, manifest, peers: Vec::new(), listeners };
+        match gathering.collect().and_then(|()| gathering.connect()) {
+            Ok(prepared) => gathering.into_session(prepared, heartbeat),
+            Err(error) => {
+                tell_all(&gathering.peers, &error);
+                Err(error)
+            }
+        }
+    }
+}
+
+/// Tells every client why the session ends, so that each can say it.
+pub(super) fn tell_all(peers: &[Peer], error: &AggregatorError) {
+    let reason = printable(&error.to_string());
+    for peer in peers {
+        // A client that is gone need not hear it.
+        let _ = peer.writer.send(&AggregatorMessage::Failed { reason: reason.clone() });
+    }
+}
+
+fn check_averaged(config: &AggregatorConfig, manifest: &Manifest) -> Result<(), AggregatorError> {
+    if matches!(config.averaging, Averaging::Streaming | Averaging::Staged) {
+        for tensor in manifest.tensors() {
+            reducer::accumulator(&tensor.name, tensor.dtype)?;
+        }
+    }
+    Ok(())
+}
+
+struct Gathering {
+    aggregator: Aggregator,
+    manifest: Option<Manifest>,
+    peers: Vec<Peer>,
+    listeners: Listeners,
+}
+
+/// What has been agreed on.
+struct Prepared {
+    manifest: Manifest,
+    chunks: crate::manifest::ChunkTable,
+    lanes: Vec<std::ops::Range<usize>>,
+    signals: Vec<Arc<Signal>>,
+    weights: Weights,
+}
+
+impl Gathering {
+    fn collect(&mut self) -> Result<(), AggregatorError> {
+        while self.peers.len() < self.aggregator.config.clients {
+            match self.next_event()? {
+                Event::Joined { socket, address, name, examples, header } => {
+                    self.join(socket, address, name, examples, &header)?;
+                }
+                event => self.fail_on(event)?,
+            }
+        }
+        self.peers.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(())
+    }
+
+    fn next_event(&self) -> Result<Event, AggregatorError> {
+        // The door keeps a sender as long as this lives.
+        self.aggregator.events.recv().map_err(|_| io::Error::other("the listener ended").into())
+    }
+
+    /// Nothing a client can say before the first round is good news.
+    fn fail_on(&self, event: Event) -> Result<(), AggregatorError> {
+        let (token, error) = match event {
+            Event::Lost { client, error } => (client, Fault::from(error)),
+            Event::Message { client, message: ClientMessage::Failed { reason } } => {
+                (client, Fault::GaveUp { reason: printable(&reason) })
+            }
+            Event::Message { client, .. } => (client, unexpected("a message")),
+            Event::Joined { socket, address, .. } => {
+                refuse_late(socket, address, self.aggregator.config.clients);
+                return Ok(());
+            }
+            Event::Stream { .. } | Event::Lane { .. } => return Ok(()),
+        };
+        match self.peers.iter().find(|peer| peer.token == token) {
+            Some(peer) => Err(peer.fault(error)),
+            None => Ok(()),
+        }
+    }
+
+    fn join(
+        &mut self,
+        socket: TcpStream,
+        address: SocketAddr,
+        name: String,
+        examples: f64,
+        header: &[u8],
+    ) -> Result<(), AggregatorError> {
+        let deadline = self.aggregator.config.deadline;
+        let token = self.peers.len();
+        let writer = Arc::new(Writer::new(&socket, deadline)?);
+        let name = printable(&name);
+        let taken = self.peers.iter().any(|peer| peer.name == name);
+        let streams = Vec::new();
+        let shared = Arc::new(PeerShared::default());
+        let (reader, events) = (None, self.aggregator.sender.clone());
+        self.peers.push(Peer { token, name, address, examples, writer, shared, reader, streams });
+        let peer = self.peers.last_mut().expect("pushed above");
+        let checked = check_name(&peer.name, taken)
+            .and_then(|()| check_examples(examples))
+            .and_then(|()| Ok(Manifest::from_header(header)?))
+            .and_then(|manifest| check_model(self.manifest.as_ref(), manifest));
+        match checked {
+            Ok(manifest) => {
+                check_averaged(&self.aggregator.config, &manifest)?;
+                self.manifest.get_or_insert(manifest);
+            }
+            Err(error) => return Err(peer.fault(error)),
+        }
+        socket.set_read_timeout(Some(deadline))?;
+        let shared = peer.shared.clone();
+        let reader = std::thread::Builder::new().name("control".into());
+        peer.reader = Some(reader.spawn(move || read_client(socket, token, &shared, &events))?);
+        let mut listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+        listeners.push(peer.writer.clone());
+        let wanted = self.aggregator.config.clients;
+        tracing::info!(
+            "{} joined with {examples} examples ({} of {wanted})",
+            peer.label(),
+            token + 1
+        );
+        Ok(())
+    }
+
+    /// Sends each client its plan and waits for its data channels.
+    fn connect(&mut self) -> Result<Prepared, AggregatorError> {
+        let config = &self.aggregator.config;
+        let manifest = self.manifest.clone().ok_or_else(|| io::Error::other("no client"))?;
+        let examples: Vec<f64> = self.peers.iter().map(|peer| peer.examples).collect();
+        let weights = Weights::new(&examples)?;
+        let chunks = manifest.chunks(config.chunk_bytes)?;
+        // More lanes than chunks would leave some without work.
+        let lanes = chunks.lanes(config.streams.min(chunks.len().max(1)));
+        let mut signals = Vec::new();
+        for _ in &lanes {
+            signals.push(Arc::new(Signal::new()?));
+        }
+        for peer in &self.peers {
+            // Nothing else sets it.
+            let _ = peer.shared.sums.set(SumTable::new(&lanes, &signals));
+        }
+        self.send_plans(lanes.len())?;
+        self.await_streams(lanes.len())?;
+        Ok(Prepared { manifest, chunks, lanes, signals, weights })
+    }
+
+    fn send_plans(&self, streams: usize) -> Result<(), AggregatorError> {
+        let config = &self.aggregator.config;
+        let session = random()?;
+        let mut clients = HashMap::new();
+        for index in 0..self.peers.len() {
+            clients.insert(index as u32, (random()?, vec![false; streams]));
+        }
+        let tickets = Tickets { session, streams: streams as u32, clients: clients.clone() };
+        self.aggregator.door.admit(tickets);
+        for (index, peer) in self.peers.iter().enumerate() {
+            let plan = Plan {
+                session,
+                client: index as u32,
+                ticket: clients[&(index as u32)].0,
+                streams: streams as u32,
+                chunk_bytes: config.chunk_bytes,
+                rounds: config.rounds,
+                deadline_ms: config.deadline.as_millis() as u64,
+            };
+            let sent = peer.writer.send(&AggregatorMessage::Plan(plan));
+            sent.map_err(|error| peer.fault(error))?;
+        }
+        Ok(())
+    }
+
+    fn await_streams(&mut self, streams: usize) -> Result<(), AggregatorError> {
+        let patience = Instant::now() + self.aggregator.config.deadline;
+        let mut places: Vec<Vec<Option<TcpStream>>> =
+            self.peers.iter().map(|_| (0..streams).map(|_| None).collect()).collect();
+        let mut missing = self.peers.len() * streams;
+        while missing > 0 {
+            let left = patience.saturating_duration_since(Instant::now());
+            match self.aggregator.events.recv_timeout(left) {
+                Ok(Event::Stream { client, stream, socket }) => {
+                    places[client as usize][stream as usize] = Some(socket);
+                    missing -= 1;
+                }
+                Ok(event) => self.fail_on(event)?,
+                Err(_) => return Err(self.streams_missing(&places)),
+            }
+        }
+        for (peer, streams) in self.peers.iter_mut().zip(places) {
+            peer.streams = streams.into_iter().flatten().collect();
+        }
+        Ok(())
+    }
+
+    fn streams_missing(&self, places: &[Vec<Option<TcpStream>>]) -> AggregatorError {
+        let incomplete = self.peers.iter().zip(places).find(|(_, p)| p.iter().any(Option::is_none));
+        match incomplete {
+            Some((peer, places)) => AggregatorError::Client {
+                client: peer.label(),
+                error: Fault::Streams {
+                    opened: places.iter().flatten().count(),
+                    wanted: places.len(),
+                },
+            },
+            None => io::Error::other("the listener ended").into(),
+        }
+    }
+
+    fn into_session(
+        self,
+        prepared: Prepared,
+        heartbeat: Heartbeat,
+    ) -> Result<Session, AggregatorError> {
+        let Aggregator { config, door, events, sender, .. } = self.aggregator;
+        let layout = match config.averaging {
+            Averaging::Streaming | Averaging::Staged => {
+                let runs = prepared.manifest.runs().iter();
+                Some(AccumulatorLayout::new(runs.map(|run| (run.dtype, run.range.clone())))?)
+            }
+            Averaging::Checksum | Averaging::Discard => None,
+        };
+        let session = Session {
+            config,
+            manifest: prepared.manifest,
+            chunks: prepared.chunks,
+            lanes: prepared.lanes,
+            signals: prepared.signals,
+            layout,
+            weights: prepared.weights,
+            peers: self.peers,
+            pool: RegionPool::default(),
+            model: None,
+            round: 0,
+            phases: Vec::new(),
+            events,
+            sender,
+            _heartbeat: heartbeat,
+            _door: door,
+        };
+        session.warm_up()
+    }
+}
+
+/// Somebody came when the session was complete already.
+pub(super) fn refuse_late(socket: TcpStream, address: SocketAddr, clients: usize) {
+    tracing::warn!(
+        "a client at {address} came too late: all {clients} clients have joined already"
+    );
+    let reason = format!("all {clients} clients have joined already");
+    if let Ok(writer) = Writer::new(&socket, limits::HANDSHAKE) {
+        let _ = writer.send(&AggregatorMessage::Failed { reason });
+    }
+}
+
+pub(super) fn unexpected(what: &'static str) -> Fault {
+    let error = crate::error::ProtocolError::Unexpected { what };
+    Fault::Control(error.into())
+}
+
+fn check_name(name: &str, taken: bool) -> Result<(), Fault> {
+    match name {
+        _ if taken => {
+            Err(Fault::Name { why: "is taken by another client; give each its own --name" })
+        }
+        "" => Err(Fault::Name { why: "is empty" }),
+        _ => Ok(()),
+    }
+}
+
+fn check_examples(examples: f64) -> Result<(), Fault> {
+    if examples.is_finite() && examples >= 0.0 { Ok(()) } else { Err(Fault::Examples { examples }) }
+}
+
+fn check_model(session: Option<&Manifest>, client: Manifest) -> Result<Manifest, Fault> {
+    match session.and_then(|session| session.first_difference(&client)) {
+        Some(difference) => Err(Fault::Model { difference }),
+        None => Ok(client),
+    }
+}
+
+fn random<const N: usize>() -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let filled = getrandom(bytes.as_mut_slice(), GetRandomFlags::empty())?;
+    if filled < N { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(bytes) }
+}

@@ -1,0 +1,451 @@
+//! One round: updates come in and are averaged, the model goes out.
+
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, Sender};
+use std::time::{Duration, Instant};
+
+use super::gather::{refuse_late, tell_all, unexpected};
+use super::{AggregatorConfig, Averaging, Event, Model, Peer, Session};
+use crate::control::printable;
+use crate::error::{AggregatorError, Fault, LaneError, SinkError, TransferError};
+use crate::lane::receive::{Incoming, Shared, receive};
+use crate::lane::send::{Outgoing, send};
+use crate::lane::{Signal, run_lane};
+use crate::limits;
+use crate::meter::Meter;
+use crate::paths::SendKind;
+use crate::region::Region;
+use crate::sink::Sink;
+use crate::sink::discard::DiscardSink;
+use crate::sink::mean::{MeanSink, MeanSlices};
+use crate::sink::region::{Part, RegionSink};
+use crate::source::Source;
+use crate::source::region::RegionSource;
+use crate::wire::checksum::model_digest;
+use crate::wire::message::{AggregatorMessage, ClientMessage};
+
+impl Session {
+    /// Takes the memory of the rounds now, so that no round waits for it.
+    pub(super) fn warm_up(mut self) -> Result<Session, AggregatorError> {
+        let meter = Meter::start("prepare", 0);
+        let taken = self.take_regions().map(|regions| self.keep_regions(regions));
+        self.end_on_error(taken)?;
+        self.phases.push(meter.stop(0));
+        Ok(self)
+    }
+
+    /// Makes `source` the model and sends it to every client, before the first round.
+    ///
+    /// # Errors
+    /// As [`Session::round`]; and a source that cannot be read.
+    pub fn send_initial(&mut self, source: &dyn Source) -> Result<(), AggregatorError> {
+        let loaded = self.load(source);
+        self.end_on_error(loaded)?;
+        self.broadcast()
+    }
+
+    fn load(&mut self, source: &dyn Source) -> Result<(), AggregatorError> {
+        let mut region = self.pool.take(self.manifest.data_bytes())?;
+        for chunk in (0..self.chunks.len()).map(|index| self.chunks.get(index)) {
+            let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
+            source.read(chunk.bytes.start, &mut region.bytes_mut().0[place])?;
+        }
+        let sealed = RegionSource::seal(&self.manifest, &region, &self.chunks, self.lanes.len());
+        let sums = sealed.into_sums();
+        self.model = Some(Model { region, sums });
+        Ok(())
+    }
+
+    /// Runs one round: every client's update is received and averaged, and the mean becomes the
+    /// model. [`Session::broadcast`] then sends it back.
+    ///
+    /// # Errors
+    /// A client that dies, stalls or lies ends the session for all; the error names it.
+    pub fn round(&mut self) -> Result<(), AggregatorError> {
+        self.round += 1;
+        let round = self.round;
+        // A client has confirmed the last model before it uploads, so its memory is free.
+        if let Some(model) = self.model.take() {
+            self.pool.give_back(model.region);
+        }
+        let received = self.receive_updates();
+        self.model = self.end_on_error(received)?;
+        let applied = self.tell_each(|_| AggregatorMessage::Applied { round });
+        self.end_on_error(applied)
+    }
+
+    fn receive_updates(&mut self) -> Result<Option<Model>, AggregatorError> {
+        let mut regions = self.take_regions()?;
+        let mut sums = vec![0; if self.layout.is_some() { self.chunks.len() } else { 0 }];
+        let round = self.round;
+        for peer in &self.peers {
+            peer.shared.start_round(round);
+        }
+        let meter = Meter::start("upload", round);
+        self.tell_each(|_| AggregatorMessage::Upload { round })?;
+        match self.config.averaging {
+            Averaging::Streaming => self.stream(&mut regions, &mut sums)?,
+            Averaging::Staged => {
+                self.stage(&mut regions)?;
+                self.average(&mut regions, &mut sums)?;
+            }
+            Averaging::Checksum | Averaging::Discard => self.drop_updates()?,
+        }
+        self.phases.push(meter.stop(self.manifest.data_bytes() * self.peers.len() as u64));
+        self.model = None;
+        let Regions { accumulator, model, staged } = regions;
+        self.keep_regions(Regions { accumulator, model: None, staged });
+        Ok(model.map(|region| Model { region, sums }))
+    }
+
+    /// Averages while the bytes arrive.
+    fn stream(&mut self, regions: &mut Regions, sums: &mut [u64]) -> Result<(), AggregatorError> {
+        let sinks = self.mean_sinks(regions, sums)?;
+        let lanes = self.incoming_lanes(sinks)?;
+        self.watch().run(lanes)
+    }
+
+    /// Receives everything, every client's update into a region of its own.
+    fn stage(&mut self, regions: &mut Regions) -> Result<(), AggregatorError> {
+        let mut per_lane: Vec<Vec<Part<'_>>> = self.lanes.iter().map(|_| Vec::new()).collect();
+        for region in &mut regions.staged {
+            let (mut rest, file) = region.bytes_mut();
+            for (lane, parts) in self.lanes.iter().zip(&mut per_lane) {
+                let range = self.chunks.bytes_of(lane);
+                let (bytes, after) = rest.split_at_mut((range.end - range.start) as usize);
+                rest = after;
+                parts.push(Part { bytes, file, start: range.start });
+            }
+        }
+        let sinks = per_lane.into_iter().map(RegionSink::new).collect();
+        let lanes = self.incoming_lanes(sinks)?;
+        self.watch().run(lanes)
+    }
+
+    /// Averages what was staged.
+    fn average(&mut self, regions: &mut Regions, sums: &mut [u64]) -> Result<(), AggregatorError> {
+        let staged = std::mem::take(&mut regions.staged);
+        let chunks = &self.chunks;
+        let sinks = self.mean_sinks(regions, sums)?;
+        let lanes = sinks.into_iter().zip(&self.lanes).map(|(mut sink, range)| {
+            let staged = &staged;
+            move || {
+                for chunk in range.clone().map(|index| chunks.get(index)) {
+                    let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
+                    for (peer, region) in staged.iter().enumerate() {
+                        let accepted = sink.accept(peer, &chunk, &region.bytes()[place.clone()]);
+                        accepted.map_err(|error| LaneError::peer(peer, error))?;
+                    }
+                }
+                Ok(())
+            }
+        });
+        let result = self.watch().run(lanes.collect());
+        regions.staged = staged;
+        result
+    }
+
+    /// Receives and drops.
+    fn drop_updates(&mut self) -> Result<(), AggregatorError> {
+        let checks = self.config.averaging == Averaging::Checksum;
+        let sinks = self.lanes.iter().map(|_| DiscardSink { checks }).collect();
+        let lanes = self.incoming_lanes(sinks)?;
+        self.watch().run(lanes)
+    }
+
+    fn mean_sinks<'s>(
+        &'s self,
+        regions: &'s mut Regions,
+        sums: &'s mut [u64],
+    ) -> Result<Vec<MeanSink<'s>>, AggregatorError> {
+        let (Some(layout), Some(accumulator), Some(model)) =
+            (&self.layout, &mut regions.accumulator, &mut regions.model)
+        else {
+            return Ok(Vec::new());
+        };
+        let (mut accumulator, mut model) = (accumulator.bytes_mut().0, model.bytes_mut().0);
+        let mut sums = sums;
+        let mut position = 0;
+        let mut sinks = Vec::new();
+        for lane in &self.lanes {
+            let bytes = self.chunks.bytes_of(lane);
+            let span = layout.span(bytes.clone()).map_err(SinkError::from)?;
+            // The gap that aligns a run belongs to nobody.
+            let (_, from) = accumulator.split_at_mut((span.start - position) as usize);
+            let (lane_sums, rest) = from.split_at_mut((span.end - span.start) as usize);
+            (accumulator, position) = (rest, span.end);
+            let (lane_model, rest) = model.split_at_mut((bytes.end - bytes.start) as usize);
+            model = rest;
+            let (lane_checks, rest) = sums.split_at_mut(lane.len());
+            sums = rest;
+            let slices =
+                MeanSlices { accumulator: lane_sums, model: lane_model, sums: lane_checks };
+            sinks.push(MeanSink::new(&self.weights, layout, &self.chunks, lane, slices)?);
+        }
+        Ok(sinks)
+    }
+
+    fn incoming_lanes<'s, S: Sink + 's>(
+        &'s self,
+        sinks: Vec<S>,
+    ) -> Result<Vec<impl FnOnce() -> Result<(), LaneError> + Send + 's>, LaneError> {
+        let config = &self.config;
+        let mut lanes = Vec::new();
+        for (lane, mut sink) in sinks.into_iter().enumerate() {
+            let mut streams = Vec::new();
+            for (index, peer) in self.peers.iter().enumerate() {
+                let shared = peer.shared.stream(lane);
+                let socket = &peer.streams[lane];
+                let deadline = Some(config.deadline);
+                streams.push(Incoming::new(index, socket, config.receive_path, shared, deadline)?);
+            }
+            let (chunks, range, signal) =
+                (&self.chunks, self.lanes[lane].clone(), &self.signals[lane]);
+            lanes.push(move || receive(streams, chunks, range, config.order, &mut sink, signal));
+        }
+        Ok(lanes)
+    }
+
+    /// Sends the model to every client and waits until each has confirmed its digest.
+    ///
+    /// # Errors
+    /// As [`Session::round`]. Without a model this does nothing.
+    pub fn broadcast(&mut self) -> Result<(), AggregatorError> {
+        let sent = self.send_model();
+        self.end_on_error(sent)
+    }
+
+    fn send_model(&mut self) -> Result<(), AggregatorError> {
+        let Some(model) = &self.model else { return Ok(()) };
+        let meter = Meter::start("broadcast", self.round);
+        let (round, chunk_bytes) = (self.round, self.chunks.chunk_bytes());
+        let digest = model_digest(&self.manifest.layout_digest(), chunk_bytes, &model.sums);
+        self.tell_each(|_| AggregatorMessage::Download { round, digest })?;
+        for peer in &self.peers {
+            peer.shared.sent.store(0, Ordering::Relaxed);
+            for (stream, lane) in self.lanes.iter().enumerate() {
+                let stream = stream as u32;
+                let wrap = |sums| AggregatorMessage::Sums { stream, sums };
+                let sent = peer.writer.send_sums(&model.sums[lane.clone()], wrap);
+                sent.map_err(|error| peer.fault(error))?;
+            }
+        }
+        let source =
+            RegionSource::new(&self.manifest, &model.region, chunk_bytes, model.sums.clone());
+        let kind = SendKind::choose(self.config.send_path, &source)?;
+        let lanes = self.outgoing_lanes(&source, kind)?;
+        let mut watch = self.watch();
+        watch.confirmed = Some((round, digest, vec![false; self.peers.len()]));
+        watch.run(lanes)?;
+        watch.await_confirmations()?;
+        self.phases.push(meter.stop(self.manifest.data_bytes() * self.peers.len() as u64));
+        Ok(())
+    }
+
+    fn outgoing_lanes<'s>(
+        &'s self,
+        source: &'s RegionSource<'s>,
+        kind: SendKind,
+    ) -> Result<Vec<impl FnOnce() -> Result<(), LaneError> + Send + 's>, LaneError> {
+        let mut lanes = Vec::new();
+        for (lane, range) in self.lanes.iter().enumerate() {
+            let mut streams = Vec::new();
+            for (index, peer) in self.peers.iter().enumerate() {
+                let deadline = Some(self.config.deadline);
+                let socket: &TcpStream = &peer.streams[lane];
+                streams.push(Outgoing::new(index, socket, kind, &peer.shared.sent, deadline)?);
+            }
+            let (chunks, range, signal) = (&self.chunks, range.clone(), &self.signals[lane]);
+            lanes.push(move || send(streams, source, chunks, range, None, signal));
+        }
+        Ok(lanes)
+    }
+
+    fn tell_each(
+        &self,
+        message: impl Fn(&Peer) -> AggregatorMessage,
+    ) -> Result<(), AggregatorError> {
+        for peer in &self.peers {
+            peer.writer.send(&message(peer)).map_err(|error| peer.fault(error))?;
+        }
+        Ok(())
+    }
+
+    /// When something ends the session, every client hears why.
+    fn end_on_error<T>(&self, result: Result<T, AggregatorError>) -> Result<T, AggregatorError> {
+        if let Err(error) = &result {
+            tell_all(&self.peers, error);
+        }
+        result
+    }
+
+    fn take_regions(&self) -> Result<Regions, AggregatorError> {
+        let Some(layout) = &self.layout else {
+            return Ok(Regions { accumulator: None, model: None, staged: Vec::new() });
+        };
+        let model_bytes = self.manifest.data_bytes();
+        let copies = if self.config.averaging == Averaging::Staged { self.peers.len() } else { 0 };
+        let staged: Result<Vec<_>, _> = (0..copies).map(|_| self.pool.take(model_bytes)).collect();
+        Ok(Regions {
+            accumulator: Some(self.pool.take(layout.bytes())?),
+            model: Some(self.pool.take(model_bytes)?),
+            staged: staged?,
+        })
+    }
+
+    fn keep_regions(&self, regions: Regions) {
+        let Regions { accumulator, model, staged } = regions;
+        for region in accumulator.into_iter().chain(model).chain(staged) {
+            self.pool.give_back(region);
+        }
+    }
+
+    fn watch(&self) -> Watch<'_> {
+        Watch {
+            config: &self.config,
+            peers: &self.peers,
+            signals: &self.signals,
+            events: &self.events,
+            sender: &self.sender,
+            confirmed: None,
+        }
+    }
+}
+
+/// The memory of one round.
+struct Regions {
+    accumulator: Option<Region>,
+    model: Option<Region>,
+    staged: Vec<Region>,
+}
+
+/// Runs lanes, and meanwhile hears what the clients say.
+struct Watch<'a> {
+    config: &'a AggregatorConfig,
+    peers: &'a [Peer],
+    signals: &'a [Arc<Signal>],
+    events: &'a Receiver<Event>,
+    sender: &'a Sender<Event>,
+    /// During a broadcast: its round and digest, and who has confirmed it.
+    confirmed: Option<(u32, [u8; 32], Vec<bool>)>,
+}
+
+impl Watch<'_> {
+    fn run<L>(&mut self, lanes: Vec<L>) -> Result<(), AggregatorError>
+    where
+        L: FnOnce() -> Result<(), LaneError> + Send,
+    {
+        let mut running = lanes.len();
+        let mut failure = None;
+        std::thread::scope(|scope| {
+            for lane in lanes {
+                let sender = self.sender.clone();
+                scope.spawn(move || {
+                    // The session holds the other end while lanes run.
+                    let _ = sender.send(Event::Lane { result: run_lane(lane) });
+                });
+            }
+            while running > 0 {
+                let Ok(event) = self.events.recv() else { break };
+                running -= usize::from(matches!(event, Event::Lane { .. }));
+                if let Err(error) = self.hear(event) {
+                    self.signals.iter().for_each(|signal| signal.cancel());
+                    failure.get_or_insert(error);
+                }
+            }
+        });
+        failure.map_or(Ok(()), |error| Err(self.explain(error)))
+    }
+
+    fn await_confirmations(&mut self) -> Result<(), AggregatorError> {
+        while self.confirmed.as_ref().is_some_and(|(_, _, who)| who.contains(&false)) {
+            let Ok(event) = self.events.recv() else { break };
+            self.hear(event)?;
+        }
+        Ok(())
+    }
+
+    fn hear(&mut self, event: Event) -> Result<(), AggregatorError> {
+        let (token, fault) = match event {
+            Event::Lane { result: Ok(()) | Err(LaneError::Cancelled) } => return Ok(()),
+            Event::Lane { result: Err(LaneError::Peer { peer, error }) } => {
+                return Err(self.peers[peer].fault(error));
+            }
+            Event::Lane { result: Err(error) } => return Err(error.into()),
+            Event::Joined { socket, address, .. } => {
+                refuse_late(socket, address, self.config.clients);
+                return Ok(());
+            }
+            // Its ticket admits each stream once, and all are connected.
+            Event::Stream { .. } => return Ok(()),
+            Event::Lost { client, error } => (client, Fault::from(error)),
+            Event::Message { client, message } => match self.understand(client, message) {
+                Ok(()) => return Ok(()),
+                Err(fault) => (client, fault),
+            },
+        };
+        match self.peers.iter().find(|peer| peer.token == token) {
+            Some(peer) => Err(peer.fault(fault)),
+            None => Ok(()),
+        }
+    }
+
+    fn understand(&mut self, token: usize, message: ClientMessage) -> Result<(), Fault> {
+        match message {
+            ClientMessage::Failed { reason } => Err(Fault::GaveUp { reason: printable(&reason) }),
+            ClientMessage::Received { round, digest } => {
+                let place = self.peers.iter().position(|peer| peer.token == token);
+                match (&mut self.confirmed, place) {
+                    (Some((expected, sent, who)), Some(place)) if *expected == round => {
+                        who[place] = true;
+                        if *sent == digest { Ok(()) } else { Err(Fault::Digest) }
+                    }
+                    _ => Err(unexpected("a confirmation")),
+                }
+            }
+            _ => Err(unexpected("a message")),
+        }
+    }
+
+    /// A data channel that breaks is often only the first sign: the client's last words, or the
+    /// end of its control channel, say more.
+    fn explain(&mut self, error: AggregatorError) -> AggregatorError {
+        let AggregatorError::Client { client, error: Fault::Transfer(broken) } = &error else {
+            return error;
+        };
+        if !matches!(broken, TransferError::Closed | TransferError::Io(_)) {
+            return error;
+        }
+        let patience = Instant::now() + limits::LAST_WORDS;
+        while let Some(left) = patience.checked_duration_since(Instant::now()) {
+            match self.events.recv_timeout(left.max(Duration::from_millis(1))) {
+                Ok(event) => match self.hear(event) {
+                    Err(AggregatorError::Client { client: who, error }) if who == *client => {
+                        return AggregatorError::Client { client: who, error };
+                    }
+                    _ => {}
+                },
+                Err(_) => break,
+            }
+        }
+        error
+    }
+}
+
+impl super::PeerShared {
+    fn start_round(&self, round: u32) {
+        if let Some(sums) = self.sums.get() {
+            sums.clear();
+        }
+        self.began.store(false, Ordering::SeqCst);
+        self.came.store(0, Ordering::Relaxed);
+        self.round.store(round, Ordering::SeqCst);
+    }
+
+    fn stream(&self, lane: usize) -> Shared<'_> {
+        let sums = self.sums.get().expect("set before the session begins").stream(lane);
+        Shared { sums, began: &self.began, moved: &self.came }
+    }
+}

@@ -1,0 +1,602 @@
+//! The process that holds trained parameters: joins an aggregator, sends its update, takes the
+//! model.
+
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::control::{self, Congestion, Heartbeat, Writer, printable};
+use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError};
+use crate::lane::receive::{Incoming, Order, Shared, receive};
+use crate::lane::send::{Announce, Outgoing, send};
+use crate::lane::{Signal, run_lane};
+use crate::limits;
+use crate::manifest::{ChunkTable, Manifest};
+use crate::meter::{Meter, Phase};
+use crate::paths::{ReceiveKind, SendKind};
+use crate::region::Region;
+use crate::sink::Sink;
+use crate::sink::discard::DiscardSink;
+use crate::sink::file::{FileSink, ModelFile};
+use crate::sink::region::{Part, RegionSink};
+use crate::source::Source;
+use crate::sums::SumTable;
+use crate::wire::checksum::model_digest;
+use crate::wire::hello::{Answer, Channel, DataHello, Preamble};
+use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
+
+/// How a client works.
+#[derive(Clone, Debug)]
+pub struct ClientConfig {
+    /// Name for logs and for `order = client`; unique in the session.
+    pub name: String,
+    /// Number of training examples: its weight in the mean.
+    pub examples: f64,
+    /// How updates are sent; without a wish the best that source and host offer.
+    pub send_path: Option<SendKind>,
+    /// How the model is received.
+    pub receive_path: ReceiveKind,
+    /// Congestion control of the data channels.
+    pub congestion: Congestion,
+    /// How long dialling may take, and how long the aggregator may be silent before its plan says.
+    pub deadline: Duration,
+}
+
+/// What the aggregator wants next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Task {
+    /// Take the model of this round; 0 is the initial one.
+    Download {
+        /// The round.
+        round: u32,
+        /// Digest of the model.
+        digest: [u8; 32],
+    },
+    /// Send the update of this round.
+    Upload {
+        /// The round, counted from 1.
+        round: u32,
+    },
+    /// All rounds are done.
+    Done,
+}
+
+/// Where a model goes.
+pub enum Target<'a> {
+    /// Into memory of the model's size.
+    Region(&'a mut Region),
+    /// Into a file.
+    File(&'a ModelFile),
+    /// Nowhere: it is checked and dropped.
+    Check,
+}
+
+/// A client of a running session.
+pub struct Client {
+    address: SocketAddr,
+    config: ClientConfig,
+    plan: Plan,
+    manifest: Manifest,
+    chunks: ChunkTable,
+    lanes: Vec<Range<usize>>,
+    signals: Vec<Arc<Signal>>,
+    streams: Vec<TcpStream>,
+    writer: Arc<Writer>,
+    shared: Arc<ClientShared>,
+    events: Receiver<Event>,
+    sender: Sender<Event>,
+    reader: Option<JoinHandle<()>>,
+    phases: Vec<Phase>,
+    _heartbeat: Heartbeat,
+}
+
+/// What the thread that reads the control channel shares with the lanes.
+#[derive(Default)]
+struct ClientShared {
+    sums: OnceLock<SumTable>,
+    sent: AtomicU64,
+    came: AtomicU64,
+}
+
+enum Event {
+    Message(AggregatorMessage),
+    Lost(ControlError),
+    Lane(Result<(), LaneError>),
+}
+
+/// How far a client is, for progress displays.
+#[derive(Clone)]
+pub struct Progress(Arc<ClientShared>);
+
+impl Progress {
+    /// Bytes of the update sent, and of the model received, in this round.
+    pub fn bytes(&self) -> (u64, u64) {
+        (self.0.sent.load(Ordering::Relaxed), self.0.came.load(Ordering::Relaxed))
+    }
+}
+
+impl Client {
+    /// Joins the session of the aggregator at `address` with a model of this layout, and waits
+    /// until all clients have joined.
+    ///
+    /// # Errors
+    /// No aggregator there, one that speaks another protocol, or one that refuses us.
+    pub fn join(
+        address: impl ToSocketAddrs + std::fmt::Display,
+        config: ClientConfig,
+        manifest: &Manifest,
+    ) -> Result<Client, ClientError> {
+        let dialled = dial(&address, config.deadline);
+        let mut socket =
+            dialled.map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
+        let address = socket.peer_addr()?;
+        let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
+        socket.set_nodelay(true)?;
+        socket.set_read_timeout(Some(config.deadline))?;
+        let writer = Arc::new(Writer::new(&socket, config.deadline)?);
+        control::write_fixed(&mut socket, &Preamble::new(Channel::Control))
+            .map_err(|error| at(error.into()))?;
+        let join = ClientMessage::Join {
+            name: config.name.clone(),
+            examples: config.examples,
+            header: manifest.header().to_vec(),
+        };
+        writer.send(&join).map_err(at)?;
+        let answer: Preamble = control::read_fixed(&mut socket).map_err(at)?;
+        answer.channel().map_err(|error| at(error.into()))?;
+
+        let heartbeat = Heartbeat::start(
+            Arc::new(Mutex::new(vec![writer.clone()])),
+            ClientMessage::Alive,
+            config.deadline,
+        )?;
+        let plan = await_plan(&mut socket, address)?;
+        let prepared = Prepared::check(&plan, manifest, address)?;
+        socket.set_read_timeout(Some(Duration::from_millis(plan.deadline_ms)))?;
+        let streams = open_streams(address, &plan, &config)?;
+
+        let shared = Arc::new(ClientShared::default());
+        // Nothing else sets it.
+        let _ = shared.sums.set(SumTable::new(&prepared.lanes, &prepared.signals));
+        let (sender, events) = mpsc::channel();
+        let (inside, out) = (shared.clone(), sender.clone());
+        let reader = std::thread::Builder::new()
+            .name("control".into())
+            .spawn(move || read_aggregator(socket, &inside, &out))?;
+        Ok(Client {
+            address,
+            config,
+            plan,
+            manifest: manifest.clone(),
+            chunks: prepared.chunks,
+            lanes: prepared.lanes,
+            signals: prepared.signals,
+            streams,
+            writer,
+            shared,
+            events,
+            sender,
+            reader: Some(reader),
+            phases: Vec::new(),
+            _heartbeat: heartbeat,
+        })
+    }
+
+    /// Rounds that the session will have.
+    pub fn rounds(&self) -> u32 {
+        self.plan.rounds
+    }
+
+    /// What was measured so far.
+    pub fn phases(&self) -> &[Phase] {
+        &self.phases
+    }
+
+    /// How far this client is; can be read from another thread.
+    pub fn progress(&self) -> Progress {
+        Progress(self.shared.clone())
+    }
+
+    /// Most bytes of a chunk, as the aggregator planned it: for sources made for this session.
+    pub fn chunks(&self) -> &ChunkTable {
+        &self.chunks
+    }
+
+    /// Waits for what the aggregator wants next.
+    pub fn next_task(&mut self) -> Result<Task, ClientError> {
+        match self.next_message()? {
+            AggregatorMessage::Download { round, digest } => Ok(Task::Download { round, digest }),
+            AggregatorMessage::Upload { round } => {
+                self.shared.sums.get().expect("set when joining").clear();
+                Ok(Task::Upload { round })
+            }
+            AggregatorMessage::Done => Ok(Task::Done),
+            _ => Err(self.unexpected("a message")),
+        }
+    }
+
+    /// Sends the update of `round` and waits until it has been verified and averaged. Until
+    /// then the source's bytes must not change.
+    ///
+    /// # Errors
+    /// A source of another layout, one that cannot be read, or an aggregator that ends.
+    pub fn upload(&mut self, round: u32, source: &dyn Source) -> Result<(), ClientError> {
+        if let Some(difference) = self.manifest.first_difference(source.manifest()) {
+            return Err(ClientError::Model { difference });
+        }
+        let kind = SendKind::choose(self.config.send_path, source)?;
+        let meter = Meter::start("upload", round);
+        self.shared.sent.store(0, Ordering::Relaxed);
+        self.tell(&ClientMessage::Uploading { round })?;
+        let known = source.checksums(self.chunks.chunk_bytes());
+        if let Some(sums) = known {
+            for (stream, lane) in self.lanes.iter().enumerate() {
+                let sent = self.writer.send_sums(&sums[lane.clone()], sums_message(stream));
+                sent.map_err(|error| self.control_error(error))?;
+            }
+        }
+        self.run_lanes(self.upload_lanes(source, kind, known.is_none())?)?;
+        match self.next_message()? {
+            AggregatorMessage::Applied { round: applied } if applied == round => {}
+            _ => return Err(self.unexpected("a message")),
+        }
+        self.phases.push(meter.stop(self.manifest.data_bytes()));
+        Ok(())
+    }
+
+    fn upload_lanes<'s>(
+        &'s self,
+        source: &'s dyn Source,
+        kind: SendKind,
+        sums_unknown: bool,
+    ) -> Result<Vec<impl FnOnce() -> Result<(), LaneError> + Send + 's>, LaneError> {
+        let mut lanes = Vec::new();
+        for (lane, socket) in self.streams.iter().enumerate() {
+            // No deadline: an aggregator that lives may have reasons to read others first.
+            let stream = Outgoing::new(0, socket, kind, &self.shared.sent, None)?;
+            let (chunks, range, signal) =
+                (&self.chunks, self.lanes[lane].clone(), &self.signals[lane]);
+            let writer = &self.writer;
+            lanes.push(move || {
+                let announce = |sums: Vec<u64>| {
+                    let sent = writer.send_sums(&sums, sums_message(lane));
+                    sent.map_err(|error| std::io::Error::other(error.to_string()))
+                };
+                let announce: Option<&Announce<'_>> =
+                    if sums_unknown { Some(&announce) } else { None };
+                send(vec![stream], source, chunks, range, announce, signal)
+            });
+        }
+        Ok(lanes)
+    }
+
+    /// Receives the model into `target`, checks every chunk and the digest of the whole, and
+    /// confirms it when `keep` has made it safe.
+    ///
+    /// # Errors
+    /// Bytes that do not match, a target that fails, or an aggregator that ends.
+    pub fn download<E: From<ClientError>>(
+        &mut self,
+        round: u32,
+        digest: [u8; 32],
+        target: Target<'_>,
+    ) -> Result<(), ClientError> {
+        let meter = Meter::start("download", round);
+        self.shared.came.store(0, Ordering::Relaxed);
+        let began = AtomicBool::new(true);
+        match target {
+            Target::Check => {
+                let sinks = self.lanes.iter().map(|_| DiscardSink { checks: true }).collect();
+                self.run_lanes(self.download_lanes(sinks, &began)?)?;
+            }
+            Target::File(file) => {
+                let sinks = self.lanes.iter().map(|_| FileSink::new(file)).collect();
+                self.run_lanes(self.download_lanes(sinks, &began)?)?;
+            }
+            Target::Region(region) => {
+                let (mut rest, file) = region.bytes_mut();
+                let mut sinks = Vec::new();
+                for lane in &self.lanes {
+                    let range = self.chunks.bytes_of(lane);
+                    let (bytes, after) = rest.split_at_mut((range.end - range.start) as usize);
+                    rest = after;
+                    sinks.push(RegionSink::new(vec![Part { bytes, file, start: range.start }]));
+                }
+                self.run_lanes(self.download_lanes(sinks, &began)?)?;
+            }
+        }
+        if self.received_digest() != digest {
+            return Err(ClientError::Digest { address: self.address.to_string() });
+        }
+        self.phases.push(meter.stop(self.manifest.data_bytes()));
+        Ok(())
+    }
+
+    /// Tells the aggregator that the model of `round` is safe.
+    pub fn confirm(&mut self, round: u32) -> Result<(), ClientError> {
+        self.tell(&ClientMessage::Received { round, digest: self.received_digest() })
+    }
+
+    /// The digest of the chunks that came, each of which matched its checksum.
+    fn received_digest(&self) -> [u8; 32] {
+        let table = self.shared.sums.get().expect("set when joining");
+        let sums: Vec<u64> = (0..self.lanes.len())
+            .flat_map(|lane| {
+                let stream = table.stream(lane);
+                (0..self.lanes[lane].len()).map_while(|index| stream.get(index))
+            })
+            .collect();
+        model_digest(&self.manifest.layout_digest(), self.chunks.chunk_bytes(), &sums)
+    }
+
+    fn download_lanes<'s, S: Sink + 's>(
+        &'s self,
+        sinks: Vec<S>,
+        began: &'s AtomicBool,
+    ) -> Result<Vec<impl FnOnce() -> Result<(), LaneError> + Send + 's>, LaneError> {
+        let table = self.shared.sums.get().expect("set when joining");
+        let deadline = Some(Duration::from_millis(self.plan.deadline_ms));
+        let mut lanes = Vec::new();
+        for (lane, mut sink) in sinks.into_iter().enumerate() {
+            let shared = Shared { sums: table.stream(lane), began, moved: &self.shared.came };
+            let socket = &self.streams[lane];
+            let stream = Incoming::new(0, socket, self.config.receive_path, shared, deadline)?;
+            let (chunks, range, signal) =
+                (&self.chunks, self.lanes[lane].clone(), &self.signals[lane]);
+            lanes.push(move || {
+                receive(vec![stream], chunks, range, Order::Client, &mut sink, signal)
+            });
+        }
+        Ok(lanes)
+    }
+
+    /// Runs lanes, and meanwhile hears what the aggregator says.
+    fn run_lanes<L>(&self, lanes: Vec<L>) -> Result<(), ClientError>
+    where
+        L: FnOnce() -> Result<(), LaneError> + Send,
+    {
+        let mut running = lanes.len();
+        let mut failure = None;
+        std::thread::scope(|scope| {
+            for lane in lanes {
+                let sender = self.sender.clone();
+                scope.spawn(move || {
+                    // This client holds the other end while lanes run.
+                    let _ = sender.send(Event::Lane(run_lane(lane)));
+                });
+            }
+            while running > 0 {
+                let Ok(event) = self.events.recv() else { break };
+                running -= usize::from(matches!(event, Event::Lane(_)));
+                if let Err(error) = self.hear(event) {
+                    self.signals.iter().for_each(|signal| signal.cancel());
+                    failure.get_or_insert(error);
+                }
+            }
+        });
+        failure.map_or(Ok(()), |error| Err(self.explain(error)))
+    }
+
+    /// While lanes run, the aggregator has nothing to say but that it ends.
+    fn hear(&self, event: Event) -> Result<(), ClientError> {
+        match event {
+            Event::Lane(Ok(()) | Err(LaneError::Cancelled)) => Ok(()),
+            Event::Lane(Err(error)) => Err(self.lane_error(error)),
+            Event::Lost(error) => Err(self.control_error(error)),
+            Event::Message(message) => {
+                Err(self.ended(&message).unwrap_or_else(|| self.unexpected("a message")))
+            }
+        }
+    }
+
+    /// A data channel that breaks is often only the first sign: the aggregator's last words say
+    /// more.
+    fn explain(&self, error: ClientError) -> ClientError {
+        let patience = Instant::now() + limits::LAST_WORDS;
+        let broken = matches!(
+            &error,
+            ClientError::Transfer { error: TransferError::Closed | TransferError::Io(_), .. }
+                | ClientError::Control { .. }
+        );
+        while broken {
+            match self.events.recv_timeout(patience.saturating_duration_since(Instant::now())) {
+                Ok(Event::Message(message)) => {
+                    if let Some(ended) = self.ended(&message) {
+                        return ended;
+                    }
+                }
+                Ok(_) => {}
+                Err(_) => break,
+            }
+        }
+        error
+    }
+
+    fn next_message(&mut self) -> Result<AggregatorMessage, ClientError> {
+        match self.events.recv() {
+            Ok(Event::Message(message)) => match self.ended(&message) {
+                Some(error) => Err(error),
+                None => Ok(message),
+            },
+            Ok(Event::Lost(error)) => Err(self.control_error(error)),
+            Ok(Event::Lane(_)) | Err(_) => Err(self.control_error(ControlError::Closed)),
+        }
+    }
+
+    fn ended(&self, message: &AggregatorMessage) -> Option<ClientError> {
+        match message {
+            AggregatorMessage::Failed { reason } => Some(ClientError::Ended {
+                address: self.address.to_string(),
+                reason: printable(reason),
+            }),
+            _ => None,
+        }
+    }
+
+    /// Tells the aggregator that this client cannot go on, and why.
+    pub fn give_up(&self, reason: &str) {
+        // An aggregator that is gone need not hear it.
+        let _ = self.writer.send(&ClientMessage::Failed { reason: printable(reason) });
+    }
+
+    fn tell(&self, message: &ClientMessage) -> Result<(), ClientError> {
+        self.writer.send(message).map_err(|error| self.explain(self.control_error(error)))
+    }
+
+    fn control_error(&self, error: ControlError) -> ClientError {
+        ClientError::Control { address: self.address.to_string(), error }
+    }
+
+    fn unexpected(&self, what: &'static str) -> ClientError {
+        self.control_error(ProtocolError::Unexpected { what }.into())
+    }
+
+    fn lane_error(&self, error: LaneError) -> ClientError {
+        match error {
+            LaneError::Peer { error, .. } => {
+                ClientError::Transfer { address: self.address.to_string(), error }
+            }
+            error => ClientError::Lane(error),
+        }
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.writer.shut_down();
+        if let Some(reader) = self.reader.take() {
+            // The thread cannot panic, and there is nobody to tell.
+            let _ = reader.join();
+        }
+    }
+}
+
+fn dial(address: &impl ToSocketAddrs, deadline: Duration) -> std::io::Result<TcpStream> {
+    let mut last = std::io::Error::new(std::io::ErrorKind::NotFound, "the name has no address");
+    for candidate in address.to_socket_addrs()? {
+        match TcpStream::connect_timeout(&candidate, deadline) {
+            Ok(socket) => return Ok(socket),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+/// The plan comes when the last client has joined; until then only signs of life do.
+fn await_plan(socket: &mut TcpStream, address: SocketAddr) -> Result<Plan, ClientError> {
+    let address = address.to_string();
+    loop {
+        match control::read_message(socket, limits::MAX_FRAME_BYTES) {
+            Ok(AggregatorMessage::Alive) => {}
+            Ok(AggregatorMessage::Plan(plan)) => return Ok(plan),
+            Ok(AggregatorMessage::Failed { reason }) => {
+                return Err(ClientError::Ended { address, reason: printable(&reason) });
+            }
+            Ok(_) => {
+                let error = ProtocolError::Unexpected { what: "a message" }.into();
+                return Err(ClientError::Control { address, error });
+            }
+            Err(error) => return Err(ClientError::Control { address, error }),
+        }
+    }
+}
+
+/// What a plan comes to for this model.
+struct Prepared {
+    chunks: ChunkTable,
+    lanes: Vec<Range<usize>>,
+    signals: Vec<Arc<Signal>>,
+}
+
+impl Prepared {
+    fn check(plan: &Plan, manifest: &Manifest, address: SocketAddr) -> Result<Self, ClientError> {
+        let invalid = |why: String| ClientError::Plan { address: address.to_string(), why };
+        let within = |what: &str, value: u64, least: u64, most: u64| {
+            if (least..=most).contains(&value) {
+                Ok(())
+            } else {
+                Err(invalid(format!("{what} {value} is not between {least} and {most}")))
+            }
+        };
+        within("streams", plan.streams.into(), 1, limits::MAX_STREAMS as u64)?;
+        within("chunk bytes", plan.chunk_bytes, limits::MIN_CHUNK_BYTES, limits::MAX_CHUNK_BYTES)?;
+        within("deadline", plan.deadline_ms, limits::MIN_DEADLINE_MS, limits::MAX_DEADLINE_MS)?;
+        let chunks =
+            manifest.chunks(plan.chunk_bytes).map_err(|error| invalid(error.to_string()))?;
+        let lanes = chunks.lanes(plan.streams as usize);
+        let signals: std::io::Result<_> =
+            lanes.iter().map(|_| Signal::new().map(Arc::new)).collect();
+        Ok(Prepared { chunks, lanes, signals: signals? })
+    }
+}
+
+fn open_streams(
+    address: SocketAddr,
+    plan: &Plan,
+    config: &ClientConfig,
+) -> Result<Vec<TcpStream>, ClientError> {
+    (0..plan.streams).map(|stream| open_stream(address, plan, config, stream)).collect()
+}
+
+fn open_stream(
+    address: SocketAddr,
+    plan: &Plan,
+    config: &ClientConfig,
+    stream: u32,
+) -> Result<TcpStream, ClientError> {
+    let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
+    let deadline = Duration::from_millis(plan.deadline_ms);
+    let mut socket = TcpStream::connect_timeout(&address, deadline)
+        .map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
+    control::prepare_socket(&socket, &config.congestion)?;
+    socket.set_read_timeout(Some(deadline))?;
+    let hello = DataHello::new(plan.session, plan.client, stream, &plan.ticket);
+    control::write_fixed(&mut socket, &Preamble::new(Channel::Data))
+        .and_then(|()| control::write_fixed(&mut socket, &hello))
+        .map_err(|error| at(error.into()))?;
+    let answer: Preamble = control::read_fixed(&mut socket).map_err(at)?;
+    answer.channel().map_err(|error| at(error.into()))?;
+    match answer.answer().map_err(|error| at(error.into()))? {
+        Answer::Admitted => {}
+        answer => {
+            return Err(ClientError::Refused { address: address.to_string(), stream, answer });
+        }
+    }
+    socket.set_nonblocking(true)?;
+    Ok(socket)
+}
+
+fn sums_message(stream: usize) -> impl Fn(Vec<crate::wire::message::WireSum>) -> ClientMessage {
+    move |sums| ClientMessage::Sums { stream: stream as u32, sums }
+}
+
+/// Reads the aggregator's control channel until it ends.
+fn read_aggregator(mut socket: TcpStream, shared: &ClientShared, events: &Sender<Event>) {
+    loop {
+        let event = match control::read_message(&mut socket, limits::MAX_FRAME_BYTES) {
+            Ok(AggregatorMessage::Alive) => continue,
+            Ok(AggregatorMessage::Sums { stream, sums }) => {
+                let table = shared.sums.get().expect("set when joining");
+                match table.announce(stream, &sums) {
+                    Ok(()) => continue,
+                    Err(error) => Event::Lost(error.into()),
+                }
+            }
+            Ok(message) => {
+                if matches!(message, AggregatorMessage::Download { .. }) {
+                    shared.sums.get().expect("set when joining").clear();
+                }
+                Event::Message(message)
+            }
+            Err(error) => Event::Lost(error),
+        };
+        let last = matches!(event, Event::Lost(_));
+        if events.send(event).is_err() || last {
+            return;
+        }
+    }
+}

@@ -1,0 +1,212 @@
+//! Control channels: framed messages over a socket, signs of life, and what dialling and
+//! accepting have in common.
+
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::net::sockopt;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::error::ControlError;
+use crate::limits;
+use crate::wire::frame;
+use crate::wire::hello::Preamble;
+use crate::wire::message::WireSum;
+
+/// The sending half of a control channel, for any thread.
+pub struct Writer(Mutex<TcpStream>);
+
+impl Writer {
+    /// Takes the socket's sending half; a peer that does not read for `deadline` is an error.
+    pub fn new(socket: &TcpStream, deadline: Duration) -> io::Result<Writer> {
+        let socket = socket.try_clone()?;
+        socket.set_write_timeout(Some(deadline))?;
+        Ok(Writer(Mutex::new(socket)))
+    }
+
+    /// Sends one message.
+    pub fn send<T: Serialize>(&self, message: &T) -> Result<(), ControlError> {
+        let frame = frame::encode(message)?;
+        let mut socket = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(socket.write_all(&frame)?)
+    }
+
+    /// Sends one message, unless another thread is sending one just now.
+    fn send_if_idle<T: Serialize>(&self, message: &T) -> Result<(), ControlError> {
+        let frame = frame::encode(message)?;
+        match self.0.try_lock() {
+            Ok(mut socket) => Ok(socket.write_all(&frame)?),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Sends checksums, in messages made by `wrap`.
+    pub fn send_sums<T: Serialize>(
+        &self,
+        sums: &[u64],
+        wrap: impl Fn(Vec<WireSum>) -> T,
+    ) -> Result<(), ControlError> {
+        for part in sums.chunks(limits::SUMS_PER_MESSAGE) {
+            self.send(&wrap(part.iter().map(|sum| sum.to_le_bytes()).collect()))?;
+        }
+        Ok(())
+    }
+
+    /// Ends the channel in both directions; whoever reads it stops.
+    pub fn shut_down(&self) {
+        // Fails only on a socket that the peer has ended already.
+        let _ = self.0.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both);
+    }
+}
+
+/// Reads one message of at most `limit` bytes. Silence for longer than the socket's read timeout
+/// is an error.
+pub fn read_message<T: DeserializeOwned>(
+    socket: &mut TcpStream,
+    limit: u64,
+) -> Result<T, ControlError> {
+    let mut prefix = [0; frame::LENGTH_BYTES];
+    read_exact(socket, &mut prefix)?;
+    let bytes = frame::length(prefix, limit)?;
+    // Grows with what really comes, not with what was announced.
+    let mut message = Vec::new();
+    socket.take(bytes).read_to_end(&mut message).map_err(silence)?;
+    if (message.len() as u64) < bytes {
+        return Err(ControlError::Closed);
+    }
+    Ok(frame::decode(&message)?)
+}
+
+/// Sends a preamble or hello.
+pub fn write_fixed(
+    socket: &mut TcpStream,
+    value: &(impl IntoBytes + zerocopy::Immutable),
+) -> io::Result<()> {
+    socket.write_all(value.as_bytes())
+}
+
+/// Reads a preamble or hello.
+pub fn read_fixed<T: FromBytes + IntoBytes>(socket: &mut TcpStream) -> Result<T, ControlError> {
+    let mut value = T::new_zeroed();
+    read_exact(socket, value.as_mut_bytes())?;
+    Ok(value)
+}
+
+/// Reads the peer's preamble; what does not start like one is an error that shows its beginning.
+pub fn read_preamble(socket: &mut TcpStream) -> Result<Preamble, ControlError> {
+    read_fixed(socket)
+}
+
+fn read_exact(socket: &mut TcpStream, out: &mut [u8]) -> Result<(), ControlError> {
+    socket.read_exact(out).map_err(silence)
+}
+
+fn silence(error: io::Error) -> ControlError {
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ControlError::Silent,
+        io::ErrorKind::UnexpectedEof => ControlError::Closed,
+        _ => ControlError::Io(error),
+    }
+}
+
+/// Sends a sign of life to every peer until it is dropped.
+pub struct Heartbeat {
+    stop: Option<mpsc::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Those who get signs of life; they may come later than the heartbeat.
+pub type Listeners = Arc<Mutex<Vec<Arc<Writer>>>>;
+
+impl Heartbeat {
+    /// Sends `message` to all of `listeners` four times per `deadline`.
+    pub fn start<T: Serialize + Send + 'static>(
+        listeners: Listeners,
+        message: T,
+        deadline: Duration,
+    ) -> io::Result<Heartbeat> {
+        let (stop, stopped) = mpsc::channel();
+        let thread = std::thread::Builder::new().name("heartbeat".into()).spawn(move || {
+            while stopped.recv_timeout(deadline / 4) == Err(RecvTimeoutError::Timeout) {
+                let all = listeners.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                for listener in all {
+                    // A dead peer is found by whoever reads from it.
+                    let _ = listener.send_if_idle(&message);
+                }
+            }
+        })?;
+        Ok(Heartbeat { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+impl Drop for Heartbeat {
+    fn drop(&mut self) {
+        self.stop.take();
+        if let Some(thread) = self.thread.take() {
+            // The thread cannot panic, and there is nobody to tell.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Which congestion control data sockets use.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Congestion {
+    /// CUBIC to a peer on this host, where pacing (BBR) halves the throughput; the kernel's
+    /// default to every other.
+    #[default]
+    Auto,
+    /// The named one.
+    Named(String),
+}
+
+/// Prepares a connected socket: no delay, and the congestion control.
+pub fn prepare_socket(socket: &TcpStream, congestion: &Congestion) -> io::Result<()> {
+    socket.set_nodelay(true)?;
+    match congestion {
+        Congestion::Named(name) => sockopt::set_tcp_congestion(socket.as_fd(), name).map_err(|error| {
+            io::Error::new(
+                io::Error::from(error).kind(),
+                format!("congestion control \"{name}\" cannot be used on this host: {error}; see /proc/sys/net/ipv4/tcp_allowed_congestion_control"),
+            )
+        }),
+        Congestion::Auto => {
+            if is_same_host(socket) {
+                // Without CUBIC the default serves too, only slower.
+                let _ = sockopt::set_tcp_congestion(socket.as_fd(), "cubic");
+            }
+            Ok(())
+        }
+    }
+}
+
+fn is_same_host(socket: &TcpStream) -> bool {
+    match (socket.local_addr(), socket.peer_addr()) {
+        (Ok(local), Ok(peer)) => peer.ip().is_loopback() || local.ip() == peer.ip(),
+        _ => false,
+    }
+}
+
+/// A peer's text as it may be shown: one line, no control characters, not endless.
+pub fn printable(text: &str) -> String {
+    let cut: String = text.chars().take(limits::MAX_SHOWN_CHARS).collect();
+    let more = if cut.len() < text.len() { "..." } else { "" };
+    cut.chars().map(|c| if c.is_control() { ' ' } else { c }).collect::<String>() + more
+}
+
+/// Where a client should dial to reach what listens on `address`.
+pub fn dialable(address: SocketAddr) -> SocketAddr {
+    let ip = match address.ip() {
+        IpAddr::V4(ip) if ip.is_unspecified() => IpAddr::V4(std::net::Ipv4Addr::LOCALHOST),
+        IpAddr::V6(ip) if ip.is_unspecified() => IpAddr::V6(std::net::Ipv6Addr::LOCALHOST),
+        ip => ip,
+    };
+    SocketAddr::new(ip, address.port())
+}

@@ -1,0 +1,393 @@
+//! What can be wrong with peers, connections and transfers.
+
+use std::io;
+use std::ops::Range;
+
+use super::{ManifestError, ReducerError, RegionError, SinkError, SourceError};
+use crate::wire::hello::Answer;
+
+/// Bytes that are not this protocol.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum WireError {
+    /// The first bytes are not ours.
+    #[error("the peer does not speak fedlane: it began with \"{first}\"")]
+    NotFedlane {
+        /// The first bytes, escaped.
+        first: String,
+    },
+    /// Another version of the protocol.
+    #[error(
+        "the peer speaks version {theirs} of the protocol and this is version {ours}; run the same release on both sides"
+    )]
+    Version {
+        /// The peer's version.
+        theirs: u16,
+        /// Our version.
+        ours: u16,
+    },
+    /// A channel that does not exist.
+    #[error("the peer opened channel type {other}, which does not exist")]
+    Channel {
+        /// Its number.
+        other: u8,
+    },
+    /// An answer that does not exist.
+    #[error("the peer gave answer {other}, which does not exist")]
+    Answer {
+        /// Its number.
+        other: u8,
+    },
+    /// A message above its limit.
+    #[error("a message of {bytes} bytes was announced; the limit is {limit}")]
+    TooLong {
+        /// Bytes announced.
+        bytes: u64,
+        /// The limit.
+        limit: u64,
+    },
+    /// Not a message.
+    #[error("the peer sent bytes that are no message: {error}")]
+    Decode {
+        /// Why.
+        error: String,
+    },
+    /// A message, and something behind it.
+    #[error("the peer sent a message with {bytes} bytes too many")]
+    Trailing {
+        /// Bytes behind the message.
+        bytes: usize,
+    },
+    /// A message of ours that cannot be encoded.
+    #[error("a message could not be encoded: {error}")]
+    Encode {
+        /// Why.
+        error: String,
+    },
+}
+
+/// A message that is valid and must not come here.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ProtocolError {
+    /// At this point of the session it makes no sense.
+    #[error("the peer sent {what} when none was due")]
+    Unexpected {
+        /// What came.
+        what: &'static str,
+    },
+    /// A stream that the session does not have.
+    #[error("the peer spoke of stream {stream}, which the session does not have")]
+    Stream {
+        /// Its number.
+        stream: u32,
+    },
+    /// More checksums than chunks.
+    #[error("the peer announced more checksums than the stream has chunks")]
+    TooManySums,
+}
+
+/// Why a control channel ended.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlError {
+    /// The peer closed it.
+    #[error("the connection was closed by the other side")]
+    Closed,
+    /// No sign of life for the length of the deadline.
+    #[error("no sign of life within the deadline")]
+    Silent,
+    /// The socket failed.
+    #[error("the connection failed: {0}")]
+    Io(#[from] io::Error),
+    /// Bytes that are not this protocol.
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    /// A message that must not come here.
+    #[error(transparent)]
+    Protocol(#[from] ProtocolError),
+}
+
+/// Why a visitor was not let in. Goes to the log of the aggregator, and ends nothing else.
+#[derive(Debug, thiserror::Error)]
+pub enum DoorError {
+    /// Its bytes or its silence.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+    /// The socket failed.
+    #[error("the connection failed: {0}")]
+    Io(#[from] io::Error),
+    /// A control channel that begins with something else.
+    #[error("its first message was not a request to join")]
+    NoJoin,
+    /// A data channel that may not be opened.
+    #[error("its ticket was not accepted ({answer:?})")]
+    Ticket {
+        /// What it was told.
+        answer: Answer,
+    },
+}
+
+/// Why the bytes of one stream could not be moved.
+#[derive(Debug, thiserror::Error)]
+pub enum TransferError {
+    /// The socket failed.
+    #[error("the data connection failed: {0}")]
+    Io(#[from] io::Error),
+    /// The peer closed it before the last byte.
+    #[error("the data connection was closed before all bytes had come")]
+    Closed,
+    /// No byte moved for the length of the deadline.
+    #[error("no byte moved for {seconds:.1} s, which is longer than the deadline")]
+    Stalled {
+        /// How long.
+        seconds: f64,
+    },
+    /// Bytes that are not those which were announced.
+    #[error("bytes {} to {} do not match their checksum: they were changed on the way, or in the source while it was being sent", bytes.start, bytes.end)]
+    Checksum {
+        /// Their range in the model.
+        bytes: Range<u64>,
+    },
+    /// A chunk buffer could not be made.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// The source failed.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// The sink failed.
+    #[error(transparent)]
+    Sink(#[from] SinkError),
+}
+
+/// Why a lane ended early.
+#[derive(Debug, thiserror::Error)]
+pub enum LaneError {
+    /// One of its streams failed.
+    #[error("stream of peer {peer}: {error}")]
+    Peer {
+        /// Which one, counted among the lane's streams.
+        peer: usize,
+        /// What happened.
+        error: TransferError,
+    },
+    /// Another thread asked for it.
+    #[error("cancelled")]
+    Cancelled,
+    /// Waiting for sockets failed.
+    #[error("waiting for sockets failed: {0}")]
+    Poll(#[from] io::Error),
+    /// A fault of this program.
+    #[error("a lane panicked: {message}; please report this")]
+    Panicked {
+        /// The panic's message.
+        message: String,
+    },
+}
+
+impl LaneError {
+    /// A failure of one stream.
+    pub fn peer(peer: usize, error: impl Into<TransferError>) -> LaneError {
+        LaneError::Peer { peer, error: error.into() }
+    }
+}
+
+/// A wish for a path that cannot be met.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum PathError {
+    /// The table has no such path.
+    #[error("there is no path \"{name}\"; there are: {known}")]
+    Unknown {
+        /// The name asked for.
+        name: String,
+        /// The names that exist.
+        known: String,
+    },
+    /// The source has not what the path needs.
+    #[error(
+        "send path {path} cannot send from this source; leave the choice to fedlane, or use write"
+    )]
+    Source {
+        /// The path.
+        path: &'static str,
+    },
+}
+
+/// What went wrong with one client.
+#[derive(Debug, thiserror::Error)]
+pub enum Fault {
+    /// Its control channel.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+    /// One of its data channels.
+    #[error(transparent)]
+    Transfer(#[from] TransferError),
+    /// It said so itself.
+    #[error("gave up: {reason}")]
+    GaveUp {
+        /// Its words.
+        reason: String,
+    },
+    /// Its model is described wrongly.
+    #[error("its manifest is not valid: {0}")]
+    Manifest(#[from] ManifestError),
+    /// Its model is another one.
+    #[error("its model differs from the session's: {difference}")]
+    Model {
+        /// The first tensor that differs, and how.
+        difference: String,
+    },
+    /// Its weight cannot be used.
+    #[error("its number of examples is {examples}; it must be finite and not negative")]
+    Examples {
+        /// What it sent.
+        examples: f64,
+    },
+    /// Its name cannot be used.
+    #[error("its name {why}")]
+    Name {
+        /// Why.
+        why: &'static str,
+    },
+    /// It received another model than it was sent.
+    #[error("the model it received has another digest than the one sent")]
+    Digest,
+    /// It did not open all its data channels.
+    #[error("opened {opened} of {wanted} data connections within the deadline")]
+    Streams {
+        /// How many it opened.
+        opened: usize,
+        /// How many were agreed.
+        wanted: usize,
+    },
+}
+
+/// Why an aggregator ended without a result.
+#[derive(Debug, thiserror::Error)]
+pub enum AggregatorError {
+    /// A setting out of its bounds.
+    #[error("{what}: {value} is not between {least} and {most}")]
+    Config {
+        /// The setting.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+        /// The least value.
+        least: u64,
+        /// The largest value.
+        most: u64,
+    },
+    /// The address cannot be listened on.
+    #[error("cannot listen on {address}: {source}; choose another --listen address or port")]
+    Listen {
+        /// The address.
+        address: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// A client ended the session.
+    #[error("{client}: {error}")]
+    Client {
+        /// Name and address.
+        client: String,
+        /// What happened.
+        error: Fault,
+    },
+    /// Memory.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// Weights, or a dtype that is not averaged.
+    #[error(transparent)]
+    Reducer(#[from] ReducerError),
+    /// The model cannot be cut into chunks.
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
+    /// The initial model.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// The sink of a lane.
+    #[error(transparent)]
+    Sink(#[from] SinkError),
+    /// The send path asked for.
+    #[error(transparent)]
+    Path(#[from] PathError),
+    /// A lane, for a reason that is no client's.
+    #[error(transparent)]
+    Lane(#[from] LaneError),
+    /// Threads or descriptors.
+    #[error("the host refused a thread or descriptor: {0}")]
+    Host(#[from] io::Error),
+}
+
+/// Why a client ended early.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// No connection.
+    #[error("cannot reach an aggregator at {address}: {source}; is `fedlane serve` running there?")]
+    Dial {
+        /// The address.
+        address: String,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// The control channel ended.
+    #[error("aggregator {address}: {error}")]
+    Control {
+        /// Its address.
+        address: String,
+        /// What happened.
+        error: ControlError,
+    },
+    /// A data channel was refused.
+    #[error("aggregator {address}: refused data connection {stream} ({answer:?})")]
+    Refused {
+        /// Its address.
+        address: String,
+        /// The stream.
+        stream: u32,
+        /// Its answer.
+        answer: Answer,
+    },
+    /// A data channel failed.
+    #[error("aggregator {address}: {error}")]
+    Transfer {
+        /// Its address.
+        address: String,
+        /// What happened.
+        error: TransferError,
+    },
+    /// The aggregator said why it ended.
+    #[error("aggregator {address} ended the session: {reason}")]
+    Ended {
+        /// Its address.
+        address: String,
+        /// Its words.
+        reason: String,
+    },
+    /// A plan that no honest aggregator makes.
+    #[error("aggregator {address} sent a plan that is not valid: {why}")]
+    Plan {
+        /// Its address.
+        address: String,
+        /// What is wrong.
+        why: String,
+    },
+    /// What came is not what was announced.
+    #[error("aggregator {address}: the model that came has another digest than the one announced")]
+    Digest {
+        /// Its address.
+        address: String,
+    },
+    /// The model offered has another layout than the one joined with.
+    #[error("the update differs from the model joined with: {difference}")]
+    Model {
+        /// The first tensor that differs, and how.
+        difference: String,
+    },
+    /// The send path asked for.
+    #[error(transparent)]
+    Path(#[from] PathError),
+    /// A lane, for a reason that is not the aggregator's.
+    #[error(transparent)]
+    Lane(#[from] LaneError),
+    /// The host.
+    #[error("the host refused a thread or descriptor: {0}")]
+    Host(#[from] io::Error),
+}

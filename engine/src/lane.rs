@@ -1,0 +1,148 @@
+//! The hot loops. A lane is one thread that owns a range of the parameters and one stream of
+//! every peer for that range, so no two threads touch the same bytes and no lock is needed.
+
+pub mod receive;
+pub mod send;
+
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+
+use crate::error::{LaneError, TransferError};
+
+/// How often a waiting lane looks at its deadlines.
+const TICK: Duration = Duration::from_millis(250);
+
+/// Ends and wakes a lane from another thread.
+pub struct Signal {
+    event: OwnedFd,
+    cancelled: AtomicBool,
+}
+
+impl Signal {
+    /// A signal that has not been given.
+    pub fn new() -> io::Result<Signal> {
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Signal { event, cancelled: AtomicBool::new(false) })
+    }
+
+    /// Makes the lane look at its streams again.
+    pub fn wake(&self) {
+        // The only failure is a counter that is full, and then the lane is awake already.
+        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
+    }
+
+    /// Makes the lane end.
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::SeqCst);
+        self.wake();
+    }
+
+    fn check(&self) -> Result<(), LaneError> {
+        if self.cancelled.load(Ordering::SeqCst) { Err(LaneError::Cancelled) } else { Ok(()) }
+    }
+
+    fn clear(&self) {
+        let _ = rustix::io::read(&self.event, &mut [0; 8]);
+    }
+}
+
+/// Runs a lane; a panic in it becomes an error, so that whoever waits for it hears of it.
+pub fn run_lane(lane: impl FnOnce() -> Result<(), LaneError>) -> Result<(), LaneError> {
+    catch_unwind(AssertUnwindSafe(lane))
+        .unwrap_or_else(|panic| Err(LaneError::Panicked { message: panic_message(panic.as_ref()) }))
+}
+
+fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default()
+}
+
+/// Waits for any of a lane's sockets, or for its signal.
+struct Poller<'a> {
+    epoll: OwnedFd,
+    signal: &'a Signal,
+    events: Vec<epoll::Event>,
+}
+
+/// The number under which the signal is registered.
+const SIGNAL: u64 = u64::MAX;
+
+impl<'a> Poller<'a> {
+    fn new(signal: &'a Signal) -> io::Result<Poller<'a>> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        epoll::add(
+            &epoll,
+            &signal.event,
+            epoll::EventData::new_u64(SIGNAL),
+            epoll::EventFlags::IN,
+        )?;
+        Ok(Poller { epoll, signal, events: Vec::with_capacity(64) })
+    }
+
+    fn add(&self, socket: impl AsFd, index: usize, flags: epoll::EventFlags) -> io::Result<()> {
+        Ok(epoll::add(&self.epoll, socket, epoll::EventData::new_u64(index as u64), flags)?)
+    }
+
+    fn remove(&self, socket: impl AsFd) -> io::Result<()> {
+        Ok(epoll::delete(&self.epoll, socket)?)
+    }
+
+    /// Adds the ready sockets to `ready` and says whether the signal was given.
+    fn wait(&mut self, ready: &mut BTreeSet<usize>, timeout: Duration) -> Result<bool, LaneError> {
+        self.signal.check()?;
+        let timeout = Timespec {
+            tv_sec: timeout.as_secs() as i64,
+            tv_nsec: i64::from(timeout.subsec_nanos()),
+        };
+        self.events.clear();
+        let buffer = rustix::buffer::spare_capacity(&mut self.events);
+        match epoll::wait(&self.epoll, buffer, Some(&timeout)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(LaneError::Poll(error.into())),
+        }
+        let mut signalled = false;
+        for event in &self.events {
+            match { event.data }.u64() {
+                SIGNAL => signalled = true,
+                index => {
+                    ready.insert(index as usize);
+                }
+            }
+        }
+        if signalled {
+            self.signal.clear();
+            self.signal.check()?;
+        }
+        Ok(signalled)
+    }
+}
+
+/// When a peer last moved, and how long it may stand still.
+struct Progress {
+    last: Instant,
+    deadline: Option<Duration>,
+}
+
+impl Progress {
+    fn new(deadline: Option<Duration>) -> Progress {
+        Progress { last: Instant::now(), deadline }
+    }
+
+    fn made(&mut self) {
+        self.last = Instant::now();
+    }
+
+    fn is_overdue(&self) -> bool {
+        self.deadline.is_some_and(|deadline| self.last.elapsed() > deadline)
+    }
+
+    fn stalled(&self) -> TransferError {
+        TransferError::Stalled { seconds: self.last.elapsed().as_secs_f64() }
+    }
+}

@@ -1,0 +1,319 @@
+//! Receives the chunks of one lane from every peer, checks each while it is hot in the cache,
+//! and hands it to the sink.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::net::TcpStream;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll::EventFlags;
+
+use super::{Poller, Progress, Signal, TICK};
+use crate::error::{LaneError, TransferError};
+use crate::limits;
+use crate::manifest::{Chunk, ChunkTable};
+use crate::paths::ReceiveKind;
+use crate::receiver::{Landing, Lands, ReceivePath};
+use crate::region::Region;
+use crate::sink::Sink;
+use crate::sums::StreamSums;
+use crate::sys::socket::set_receive_low_water;
+use crate::wire::checksum::chunk_sum;
+
+/// In which order the peers' chunks are taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// As they come. Fastest; the last bits of a mean depend on who came first.
+    Arrival,
+    /// For every chunk, peer after peer: the same bits whatever came first.
+    Client,
+}
+
+/// What the other threads know of a peer's transfer.
+#[derive(Clone, Copy)]
+pub struct Shared<'a> {
+    /// Checksums, as the peer announces them.
+    pub sums: &'a StreamSums,
+    /// Whether the peer has begun to send: its deadline runs from then on.
+    pub began: &'a AtomicBool,
+    /// Bytes that came, for progress displays.
+    pub moved: &'a AtomicU64,
+}
+
+/// One peer's stream of this lane.
+pub struct Incoming<'a> {
+    peer: usize,
+    socket: &'a TcpStream,
+    path: Box<dyn ReceivePath>,
+    lands: Lands,
+    shared: Shared<'a>,
+    next: usize,
+    filled: usize,
+    low_water: usize,
+    scratch: Option<Region>,
+    progress: Progress,
+}
+
+impl<'a> Incoming<'a> {
+    /// Prepares to receive from `peer` on `socket`, which must not block.
+    pub fn new(
+        peer: usize,
+        socket: &'a TcpStream,
+        kind: ReceiveKind,
+        shared: Shared<'a>,
+        deadline: Option<Duration>,
+    ) -> Result<Incoming<'a>, LaneError> {
+        let path = kind.open().map_err(|error| LaneError::peer(peer, error))?;
+        Ok(Incoming {
+            peer,
+            socket,
+            path,
+            lands: kind.lands(),
+            shared,
+            next: 0,
+            filled: 0,
+            low_water: 0,
+            scratch: None,
+            progress: Progress::new(deadline),
+        })
+    }
+
+    fn set_low_water(&mut self, bytes: usize) -> io::Result<()> {
+        if bytes != self.low_water {
+            set_receive_low_water(self.socket.as_fd(), bytes)?;
+            self.low_water = bytes;
+        }
+        Ok(())
+    }
+
+    /// Ends the lane when the peer should be sending and is not.
+    fn check_progress(&mut self) -> Result<(), LaneError> {
+        // The time before a peer begins is its own: it trains.
+        if !self.shared.began.load(Ordering::Acquire) {
+            self.progress.made();
+        }
+        if self.progress.is_overdue() {
+            return Err(LaneError::peer(self.peer, self.progress.stalled()));
+        }
+        // On a slow link every byte counts as progress, so wake for every byte.
+        if self.progress.last.elapsed() > TICK {
+            self.set_low_water(1).map_err(|error| LaneError::peer(self.peer, error))?;
+        }
+        Ok(())
+    }
+}
+
+/// What one attempt to move a stream on came to.
+#[derive(PartialEq, Eq)]
+enum Step {
+    /// A whole chunk went to the sink.
+    Chunk,
+    /// The socket has nothing more.
+    Empty,
+    /// The chunk is whole; its checksum has not been announced yet.
+    NeedsSum,
+}
+
+/// Receives the chunks numbered `range` from every stream into `sink`.
+pub fn receive(
+    mut streams: Vec<Incoming<'_>>,
+    chunks: &ChunkTable,
+    range: Range<usize>,
+    order: Order,
+    sink: &mut dyn Sink,
+    signal: &Signal,
+) -> Result<(), LaneError> {
+    for stream in &mut streams {
+        stream.next = range.start;
+    }
+    if range.is_empty() {
+        return Ok(());
+    }
+    let end_byte = chunks.get(range.end - 1).bytes.end;
+    let mut lane = Lane { chunks, range, end_byte, sink, spare: Vec::new() };
+    // With one stream there is nothing to choose between.
+    match order {
+        Order::Arrival if streams.len() > 1 => lane.by_arrival(&mut streams, signal),
+        _ => lane.in_turn(&mut streams, signal),
+    }
+}
+
+struct Lane<'a> {
+    chunks: &'a ChunkTable,
+    range: Range<usize>,
+    end_byte: u64,
+    sink: &'a mut dyn Sink,
+    /// Chunk buffers that no stream is filling; the one used last is still in the cache.
+    spare: Vec<Region>,
+}
+
+impl Lane<'_> {
+    fn in_turn(&mut self, streams: &mut [Incoming<'_>], signal: &Signal) -> Result<(), LaneError> {
+        for _ in self.range.clone() {
+            for stream in streams.iter_mut() {
+                stream.progress.made();
+                self.finish_chunk(stream, signal)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until the next chunk of one stream has gone to the sink.
+    fn finish_chunk(
+        &mut self,
+        stream: &mut Incoming<'_>,
+        signal: &Signal,
+    ) -> Result<(), LaneError> {
+        loop {
+            let step = self.step(stream)?;
+            if step == Step::Chunk {
+                return signal.check();
+            }
+            stream.check_progress()?;
+            let mut poller = Poller::new(signal)?;
+            if step == Step::Empty {
+                poller.add(stream.socket, 0, EventFlags::IN)?;
+            } else if stream.shared.sums.park(stream.next - self.range.start) {
+                continue;
+            }
+            poller.wait(&mut BTreeSet::new(), TICK)?;
+        }
+    }
+
+    /// Takes a chunk from whoever has one, those that are behind first: then all peers work on
+    /// neighbouring chunks and the accumulator stays in the cache.
+    fn by_arrival(
+        &mut self,
+        streams: &mut [Incoming<'_>],
+        signal: &Signal,
+    ) -> Result<(), LaneError> {
+        let mut poller = Poller::new(signal)?;
+        for (index, stream) in streams.iter().enumerate() {
+            poller.add(stream.socket, index, EventFlags::IN)?;
+        }
+        let mut open = streams.len();
+        let mut parked: BTreeSet<usize> = BTreeSet::new();
+        let mut ready = BTreeSet::new();
+        let mut checked = Instant::now();
+        while open > 0 {
+            ready.clear();
+            if poller.wait(&mut ready, TICK)? {
+                for index in std::mem::take(&mut parked) {
+                    poller.add(streams[index].socket, index, EventFlags::IN)?;
+                    ready.insert(index);
+                }
+            }
+            let mut turn: Vec<usize> = ready.iter().copied().collect();
+            turn.sort_by_key(|&index| streams[index].next);
+            for index in turn {
+                let stream = &mut streams[index];
+                match self.step(stream)? {
+                    Step::Chunk if stream.next == self.range.end => {
+                        poller.remove(stream.socket)?;
+                        open -= 1;
+                    }
+                    // Its socket may be readable all the while, so look at the sum only.
+                    Step::NeedsSum if !stream.shared.sums.park(stream.next - self.range.start) => {
+                        poller.remove(stream.socket)?;
+                        parked.insert(index);
+                    }
+                    _ => {}
+                }
+            }
+            if checked.elapsed() >= TICK {
+                checked = Instant::now();
+                for (index, stream) in streams.iter_mut().enumerate() {
+                    if stream.next < self.range.end && !ready.contains(&index) {
+                        stream.check_progress()?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves one stream on by at most one chunk, without waiting.
+    fn step(&mut self, stream: &mut Incoming<'_>) -> Result<Step, LaneError> {
+        self.try_step(stream).map_err(|error| LaneError::peer(stream.peer, error))
+    }
+
+    fn try_step(&mut self, stream: &mut Incoming<'_>) -> Result<Step, TransferError> {
+        let chunk = self.chunks.get(stream.next);
+        let length = chunk.length();
+        while stream.filled < length {
+            // Fewer wake-ups while much is to come, and none missed at the end of the range.
+            let left = self.end_byte - chunk.bytes.start - stream.filled as u64;
+            stream.set_low_water(left.min(limits::RECEIVE_LOW_WATER_BYTES) as usize)?;
+            match self.receive_into_place(stream, &chunk) {
+                Ok(0) => return Err(TransferError::Closed),
+                Ok(received) => {
+                    stream.filled += received;
+                    stream.shared.moved.fetch_add(received as u64, Ordering::Relaxed);
+                    stream.progress.made();
+                }
+                Err(TransferError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Ok(Step::Empty);
+                }
+                Err(TransferError::Io(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        self.deliver(stream, &chunk)
+    }
+
+    /// Into the sink where it offers a place, into a chunk buffer otherwise.
+    fn receive_into_place(
+        &mut self,
+        stream: &mut Incoming<'_>,
+        chunk: &Chunk,
+    ) -> Result<usize, TransferError> {
+        let (filled, length) = (stream.filled, chunk.length());
+        let socket = stream.socket.as_fd();
+        if stream.lands == Lands::Nowhere {
+            let nowhere = Landing { length: length - filled, bytes: None, file: None };
+            return Ok(stream.path.receive(socket, nowhere)?);
+        }
+        if let Some(landing) = self.sink.landing(stream.peer, chunk, filled, stream.lands) {
+            return Ok(stream.path.receive(socket, landing)?);
+        }
+        let mut scratch = match stream.scratch.take().or_else(|| self.spare.pop()) {
+            Some(region) => region,
+            None => Region::new(self.chunks.chunk_bytes())?,
+        };
+        let (bytes, file) = scratch.bytes_mut();
+        let landing = Landing {
+            length: length - filled,
+            bytes: Some(&mut bytes[filled..length]),
+            file: Some((file, filled as u64)),
+        };
+        let received = stream.path.receive(socket, landing);
+        stream.scratch = Some(scratch);
+        Ok(received?)
+    }
+
+    fn deliver(&mut self, stream: &mut Incoming<'_>, chunk: &Chunk) -> Result<Step, TransferError> {
+        let length = chunk.length();
+        if self.sink.checks() && stream.lands != Lands::Nowhere {
+            let Some(announced) = stream.shared.sums.get(stream.next - self.range.start) else {
+                return Ok(Step::NeedsSum);
+            };
+            let bytes = match &stream.scratch {
+                Some(scratch) => &scratch.bytes()[..length],
+                None => self.sink.landed(stream.peer, chunk)?,
+            };
+            if chunk_sum(bytes) != announced {
+                return Err(TransferError::Checksum { bytes: chunk.bytes.clone() });
+            }
+        }
+        if let Some(scratch) = stream.scratch.take() {
+            self.sink.accept(stream.peer, chunk, &scratch.bytes()[..length])?;
+            self.spare.push(scratch);
+        }
+        stream.next += 1;
+        stream.filled = 0;
+        Ok(Step::Chunk)
+    }
+}

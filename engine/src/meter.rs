@@ -1,0 +1,63 @@
+//! Counters and clocks of the phases of a session.
+
+use std::time::Instant;
+
+use crate::sys::process::{self, Usage};
+
+/// What one phase moved and cost in this process.
+#[derive(Clone, Debug)]
+pub struct Phase {
+    /// Its name: `prepare`, `upload`, `broadcast`, ...
+    pub name: &'static str,
+    /// The round it belongs to; 0 is before the first.
+    pub round: u32,
+    /// Payload bytes that this process received or sent.
+    pub bytes: u64,
+    /// Wall-clock seconds.
+    pub seconds: f64,
+    /// CPU seconds and page faults of this process.
+    pub usage: Usage,
+}
+
+impl Phase {
+    /// Payload in units of 10^9 bit each second; 0 for a phase that moved nothing.
+    pub fn goodput_gbit_s(&self) -> f64 {
+        if self.seconds > 0.0 { self.bytes as f64 * 8e-9 / self.seconds } else { 0.0 }
+    }
+
+    /// CPU seconds per 10^9 bytes of payload, in user mode and in the kernel.
+    pub fn cpu_s_per_gb(&self) -> (f64, f64) {
+        let gb = (self.bytes as f64 * 1e-9).max(f64::MIN_POSITIVE);
+        match self.bytes {
+            0 => (0.0, 0.0),
+            _ => (self.usage.cpu_user_s / gb, self.usage.cpu_kernel_s / gb),
+        }
+    }
+}
+
+/// A running phase.
+pub struct Meter {
+    name: &'static str,
+    round: u32,
+    started: Instant,
+    before: Usage,
+}
+
+impl Meter {
+    /// Starts the clock.
+    pub fn start(name: &'static str, round: u32) -> Meter {
+        Meter { name, round, started: Instant::now(), before: process::usage() }
+    }
+
+    /// Stops it.
+    pub fn stop(self, bytes: u64) -> Phase {
+        let seconds = self.started.elapsed().as_secs_f64();
+        let after = process::usage();
+        let usage = Usage {
+            cpu_user_s: after.cpu_user_s - self.before.cpu_user_s,
+            cpu_kernel_s: after.cpu_kernel_s - self.before.cpu_kernel_s,
+            page_faults: after.page_faults - self.before.page_faults,
+        };
+        Phase { name: self.name, round: self.round, bytes, seconds, usage }
+    }
+}

@@ -1,0 +1,204 @@
+//! The one table of paths: a new one is a file and a line here.
+
+use std::fmt;
+use std::io;
+use std::str::FromStr;
+
+use crate::error::PathError;
+use crate::receiver::read::Read;
+use crate::receiver::splice::{Splice, SpliceNull};
+use crate::receiver::{Lands, ReceivePath};
+use crate::sender::sendfile::Sendfile;
+use crate::sender::vmsplice::Vmsplice;
+use crate::sender::write::Write;
+use crate::sender::{Needs, SendPath};
+use crate::source::Source;
+
+/// A send path of the table.
+#[derive(Clone, Copy)]
+pub struct SendKind(&'static SendEntry);
+
+struct SendEntry {
+    name: &'static str,
+    summary: &'static str,
+    needs: Needs,
+    open: fn() -> io::Result<Box<dyn SendPath>>,
+}
+
+/// Best first: the default is the first one that the source can feed and the host can run.
+static SEND: [SendEntry; 3] = [
+    SendEntry {
+        name: "sendfile",
+        summary: "page references from a region or file, no copy",
+        needs: Needs::File,
+        open: || Ok(Box::new(Sendfile)),
+    },
+    SendEntry {
+        name: "vmsplice",
+        summary: "page references from memory through a pipe, no copy",
+        needs: Needs::StableBytes,
+        open: || Ok(Box::new(Vmsplice::new()?)),
+    },
+    SendEntry {
+        name: "write",
+        summary: "send(), the kernel copies",
+        needs: Needs::Bytes,
+        open: || Ok(Box::new(Write)),
+    },
+];
+
+/// A receive path of the table.
+#[derive(Clone, Copy)]
+pub struct ReceiveKind(&'static ReceiveEntry);
+
+struct ReceiveEntry {
+    name: &'static str,
+    summary: &'static str,
+    lands: Lands,
+    open: fn() -> io::Result<Box<dyn ReceivePath>>,
+}
+
+/// The first one is the default.
+static RECEIVE: [ReceiveEntry; 3] = [
+    ReceiveEntry {
+        name: "read",
+        summary: "recv() into a chunk buffer that stays in the cache",
+        lands: Lands::Memory,
+        open: || Ok(Box::new(Read)),
+    },
+    ReceiveEntry {
+        name: "splice",
+        summary: "socket to pipe to region or file; the second step copies",
+        lands: Lands::File,
+        open: || Ok(Box::new(Splice::new()?)),
+    },
+    ReceiveEntry {
+        name: "splice-null",
+        summary: "socket to pipe to /dev/null: drops the bytes, benchmarks only",
+        lands: Lands::Nowhere,
+        open: || Ok(Box::new(SpliceNull::new()?)),
+    },
+];
+
+impl SendKind {
+    /// Every send path.
+    pub fn all() -> impl Iterator<Item = SendKind> {
+        SEND.iter().map(SendKind)
+    }
+
+    /// Its name on the command line and in reports.
+    pub fn name(self) -> &'static str {
+        self.0.name
+    }
+
+    /// What it does, in one line.
+    pub fn summary(self) -> &'static str {
+        self.0.summary
+    }
+
+    /// What it needs of a source.
+    pub fn needs(self) -> Needs {
+        self.0.needs
+    }
+
+    /// Opens it for one stream.
+    pub fn open(self) -> io::Result<Box<dyn SendPath>> {
+        (self.0.open)()
+    }
+
+    /// The path asked for, if `source` can feed it; without a wish the best that it can feed.
+    pub fn choose(wish: Option<SendKind>, source: &dyn Source) -> Result<SendKind, PathError> {
+        match wish {
+            Some(kind) if kind.is_fed_by(source) => Ok(kind),
+            Some(kind) => Err(PathError::Source { path: kind.name() }),
+            None => SendKind::all()
+                .find(|kind| kind.is_fed_by(source) && kind.open().is_ok())
+                .ok_or(PathError::Source { path: "any" }),
+        }
+    }
+
+    fn is_fed_by(self, source: &dyn Source) -> bool {
+        match self.needs() {
+            Needs::Bytes => true,
+            Needs::StableBytes => source.lend(0..0).is_some(),
+            Needs::File => source.file().is_some(),
+        }
+    }
+}
+
+impl ReceiveKind {
+    /// Every receive path.
+    pub fn all() -> impl Iterator<Item = ReceiveKind> {
+        RECEIVE.iter().map(ReceiveKind)
+    }
+
+    /// Its name on the command line and in reports.
+    pub fn name(self) -> &'static str {
+        self.0.name
+    }
+
+    /// What it does, in one line.
+    pub fn summary(self) -> &'static str {
+        self.0.summary
+    }
+
+    /// Where it puts the bytes.
+    pub fn lands(self) -> Lands {
+        self.0.lands
+    }
+
+    /// Opens it for one stream.
+    pub fn open(self) -> io::Result<Box<dyn ReceivePath>> {
+        (self.0.open)()
+    }
+}
+
+impl Default for ReceiveKind {
+    fn default() -> Self {
+        ReceiveKind(&RECEIVE[0])
+    }
+}
+
+impl FromStr for SendKind {
+    type Err = PathError;
+    fn from_str(name: &str) -> Result<Self, PathError> {
+        let known = || SendKind::all().map(SendKind::name).collect::<Vec<_>>().join(", ");
+        SendKind::all()
+            .find(|kind| kind.name() == name)
+            .ok_or_else(|| PathError::Unknown { name: name.into(), known: known() })
+    }
+}
+
+impl FromStr for ReceiveKind {
+    type Err = PathError;
+    fn from_str(name: &str) -> Result<Self, PathError> {
+        let known = || ReceiveKind::all().map(ReceiveKind::name).collect::<Vec<_>>().join(", ");
+        ReceiveKind::all()
+            .find(|kind| kind.name() == name)
+            .ok_or_else(|| PathError::Unknown { name: name.into(), known: known() })
+    }
+}
+
+impl fmt::Display for SendKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl fmt::Display for ReceiveKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl fmt::Debug for SendKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl fmt::Debug for ReceiveKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

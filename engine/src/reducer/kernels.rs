@@ -1,0 +1,303 @@
+//! The inner loops of the weighted mean: one definition, compiled for several instruction sets.
+//!
+//! Every loop is plain Rust that the compiler turns into vector code. [`Level::run`] picks the
+//! copy that was compiled for this CPU. A product and a sum are never fused, divisions are
+//! exact, and a result that is NaN is replaced by one fixed NaN, so all copies give the same bits.
+#![allow(unsafe_code)]
+
+/// An instruction set the loops are compiled for, weakest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// What every CPU of the target has.
+    Scalar,
+    /// x86-64 with AVX2.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, VL and DQ.
+    Avx512,
+}
+
+impl Level {
+    /// The strongest level this CPU has. The standard library caches what the CPU says.
+    #[cfg(target_arch = "x86_64")]
+    pub fn best() -> Level {
+        let avx512 = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512dq");
+        match is_x86_feature_detected!("avx2") {
+            true if avx512 => Level::Avx512,
+            true => Level::Avx2,
+            false => Level::Scalar,
+        }
+    }
+
+    /// The strongest level this CPU has.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub fn best() -> Level {
+        Level::Scalar
+    }
+
+    /// Every level this CPU has, weakest first.
+    pub fn available() -> impl Iterator<Item = Level> {
+        let best = Level::best();
+        [Level::Scalar, Level::Avx2, Level::Avx512].into_iter().filter(move |&l| l <= best)
+    }
+
+    /// Runs a loop with the instructions of this level, or of the strongest that this CPU has.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn run(self, kernel: impl Kernel) {
+        match self.min(Level::best()) {
+            Level::Scalar => kernel.run(),
+            // SAFETY: `best` is at least Avx2, so the CPU has AVX2.
+            Level::Avx2 => unsafe { run_avx2(kernel) },
+            // SAFETY: `best` is Avx512, so the CPU has each feature named there.
+            Level::Avx512 => unsafe { run_avx512(kernel) },
+        }
+    }
+
+    /// Runs a loop; this target has one level.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub(super) fn run(self, kernel: impl Kernel) {
+        kernel.run();
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn run_avx2(kernel: impl Kernel) {
+    kernel.run();
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,avx512f,avx512bw,avx512vl,avx512dq")]
+fn run_avx512(kernel: impl Kernel) {
+    kernel.run();
+}
+
+/// A loop over one chunk. `run` must be `inline(always)`: only code that is inlined into the
+/// functions above is compiled with their instructions.
+pub(super) trait Kernel {
+    fn run(self);
+}
+
+/// How one dtype is read, and how its mean is written. Bytes are little-endian.
+pub(super) trait Element {
+    type Bytes: Copy;
+    type Sum: Copy + std::ops::Add<Output = Self::Sum> + std::ops::Mul<Output = Self::Sum>;
+    fn widen(bytes: Self::Bytes) -> Self::Sum;
+    fn mean(sum: Self::Sum, denominator: Self::Sum) -> Self::Bytes;
+}
+
+/// `sums = weight * payload`
+pub(super) struct First<'a, E: Element> {
+    pub weight: E::Sum,
+    pub payload: &'a [E::Bytes],
+    pub sums: &'a mut [E::Sum],
+}
+
+impl<E: Element> Kernel for First<'_, E> {
+    #[inline(always)]
+    fn run(self) {
+        for (sum, &x) in self.sums.iter_mut().zip(self.payload) {
+            *sum = self.weight * E::widen(x);
+        }
+    }
+}
+
+/// `sums = sums + weight * payload`, rounded after the product and after the sum.
+pub(super) struct Add<'a, E: Element> {
+    pub weight: E::Sum,
+    pub payload: &'a [E::Bytes],
+    pub sums: &'a mut [E::Sum],
+}
+
+impl<E: Element> Kernel for Add<'_, E> {
+    #[inline(always)]
+    fn run(self) {
+        for (sum, &x) in self.sums.iter_mut().zip(self.payload) {
+            *sum = *sum + self.weight * E::widen(x);
+        }
+    }
+}
+
+/// `out = round(sums / denominator)`
+pub(super) struct Finish<'a, E: Element> {
+    pub denominator: E::Sum,
+    pub sums: &'a [E::Sum],
+    pub out: &'a mut [E::Bytes],
+}
+
+impl<E: Element> Kernel for Finish<'_, E> {
+    #[inline(always)]
+    fn run(self) {
+        for (out, &sum) in self.out.iter_mut().zip(self.sums) {
+            *out = E::mean(sum, self.denominator);
+        }
+    }
+}
+
+pub(super) struct F16;
+pub(super) struct Bf16;
+pub(super) struct Bool;
+
+/// A float that is its own accumulator. The quotient of a finite sum may round past the largest
+/// finite number; the mean of finite numbers is finite, so it is brought back.
+macro_rules! float {
+    ($float:ident, $bytes:literal) => {
+        impl Element for $float {
+            type Bytes = [u8; $bytes];
+            type Sum = $float;
+
+            #[inline(always)]
+            fn widen(bytes: [u8; $bytes]) -> $float {
+                $float::from_le_bytes(bytes)
+            }
+
+            #[inline(always)]
+            fn mean(sum: $float, denominator: $float) -> [u8; $bytes] {
+                let mean = sum / denominator;
+                let bounded = mean.clamp($float::MIN, $float::MAX);
+                let mean = if sum.is_finite() { bounded } else { mean };
+                let mean = if mean.is_nan() { $float::NAN } else { mean };
+                mean.to_le_bytes()
+            }
+        }
+    };
+}
+
+float!(f32, 4);
+float!(f64, 8);
+
+/// An integer, summed in f64: the mean is rounded half to even, and `as` saturates.
+macro_rules! integer {
+    ($($integer:ident $bytes:literal),*) => {$(
+        impl Element for $integer {
+            type Bytes = [u8; $bytes];
+            type Sum = f64;
+
+            #[inline(always)]
+            fn widen(bytes: [u8; $bytes]) -> f64 {
+                $integer::from_le_bytes(bytes) as f64
+            }
+
+            #[inline(always)]
+            fn mean(sum: f64, denominator: f64) -> [u8; $bytes] {
+                ((sum / denominator).round_ties_even() as $integer).to_le_bytes()
+            }
+        }
+    )*};
+}
+
+integer!(u8 1, i8 1, u16 2, i16 2, u32 4, i32 4, u64 8, i64 8);
+
+impl Element for Bool {
+    type Bytes = [u8; 1];
+    type Sum = f64;
+
+    #[inline(always)]
+    fn widen(bytes: [u8; 1]) -> f64 {
+        u8::from(bytes[0] != 0).into()
+    }
+
+    #[inline(always)]
+    fn mean(sum: f64, denominator: f64) -> [u8; 1] {
+        [u8::from(sum + sum > denominator)]
+    }
+}
+
+impl Element for Bf16 {
+    type Bytes = [u8; 2];
+    type Sum = f32;
+
+    #[inline(always)]
+    fn widen(bytes: [u8; 2]) -> f32 {
+        f32::from_bits(u32::from(u16::from_le_bytes(bytes)) << 16)
+    }
+
+    #[inline(always)]
+    fn mean(sum: f32, denominator: f32) -> [u8; 2] {
+        let mean = sum / denominator;
+        let bits = mean.to_bits();
+        // Adding just under half of the last kept bit, and one more if that bit is odd, carries
+        // exactly when rounding to nearest even goes up.
+        let odd = (bits >> 16) & 1;
+        let rounded = (bits.wrapping_add(0x7fff + odd) >> 16) as u16;
+        let rounded = if mean.is_nan() { 0x7fc0 } else { rounded };
+        rounded.to_le_bytes()
+    }
+}
+
+impl Element for F16 {
+    type Bytes = [u8; 2];
+    type Sum = f32;
+
+    #[inline(always)]
+    fn widen(bytes: [u8; 2]) -> f32 {
+        f16_to_f32(u16::from_le_bytes(bytes))
+    }
+
+    #[inline(always)]
+    fn mean(sum: f32, denominator: f32) -> [u8; 2] {
+        f32_to_f16(sum / denominator).to_le_bytes()
+    }
+}
+
+/// Bits of 2^-14, the smallest normal f16, as f32.
+const F16_MIN_NORMAL: u32 = (127 - 14) << 23;
+
+/// Exact. Written with selects, not branches, so that it becomes vector code.
+#[inline(always)]
+fn f16_to_f32(half: u16) -> f32 {
+    let magnitude = u32::from(half & 0x7fff);
+    let sign = u32::from(half & 0x8000) << 16;
+    let rebias = if magnitude >= 0x7c00 { (255 - 31) << 23 } else { (127 - 15) << 23 };
+    let normal = (magnitude << 13) + rebias;
+    // A subnormal half has no hidden one: give it one, then subtract it.
+    let with_one = f32::from_bits(F16_MIN_NORMAL | (magnitude << 13));
+    let subnormal = (with_one - f32::from_bits(F16_MIN_NORMAL)).to_bits();
+    f32::from_bits(sign | if magnitude < 0x0400 { subnormal } else { normal })
+}
+
+/// Rounds to nearest even; every NaN becomes 0x7e00.
+#[inline(always)]
+fn f32_to_f16(float: f32) -> u16 {
+    // The last bit of this number weighs 2^-24 as that of a subnormal half does, so adding it
+    // makes the hardware round there.
+    const ALIGN: u32 = (127 - 24 + 23) << 23;
+    let magnitude = float.to_bits() & 0x7fff_ffff;
+    let sign = (float.to_bits() >> 16) & 0x8000;
+    let subnormal = (f32::from_bits(magnitude) + f32::from_bits(ALIGN)).to_bits() - ALIGN;
+    let odd = (magnitude >> 13) & 1;
+    let normal = magnitude.wrapping_add(0xfff + odd).wrapping_sub((127 - 15) << 23) >> 13;
+    let small = magnitude < F16_MIN_NORMAL;
+    let finite = if small { subnormal } else { normal.min(0x7c00) };
+    let rounded = if magnitude >= 0x4780_0000 { 0x7c00 } else { finite };
+    if float.is_nan() { 0x7e00 } else { (sign | rounded) as u16 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_f16_widens_as_the_half_crate_does() {
+        for bits in 0..=u16::MAX {
+            let expected = half::f16::from_bits(bits).to_f32_const();
+            let got = f16_to_f32(bits);
+            assert!(got.to_bits() == expected.to_bits() || got.is_nan() && expected.is_nan());
+        }
+    }
+
+    #[test]
+    fn f32_narrows_to_f16_as_the_half_crate_does() {
+        // Every exponent and sign, with the mantissas about each rounding boundary.
+        let tops = (0..=u16::MAX).map(|top| u32::from(top) << 16);
+        let lows = [0, 1, 0xfff, 0x1000, 0x1001, 0x1fff, 0x2000, 0x3000, 0x8000, 0xf000, 0xffff];
+        for bits in tops.flat_map(|top| lows.map(|low| top | low)) {
+            let float = f32::from_bits(bits);
+            let expected = half::f16::from_f32_const(float).to_bits();
+            let expected = if float.is_nan() { 0x7e00 } else { expected };
+            assert_eq!(f32_to_f16(float), expected, "{bits:#x}");
+        }
+    }
+}

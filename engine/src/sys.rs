@@ -1,0 +1,6 @@
+//! Every unsafe system call, behind safe functions. Nothing here knows about models.
+#![allow(unsafe_code)]
+
+pub mod memory;
+pub mod process;
+pub mod socket;

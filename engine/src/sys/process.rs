@@ -1,0 +1,97 @@
+//! What this process has used, and what the host still has.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// CPU seconds and page faults of this process since it started (getrusage(2)).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Usage {
+    /// Seconds in user mode.
+    pub cpu_user_s: f64,
+    /// Seconds in the kernel.
+    pub cpu_kernel_s: f64,
+    /// Page faults, minor and major.
+    pub page_faults: u64,
+}
+
+/// Reads the counters of this process.
+pub fn usage() -> Usage {
+    // SAFETY: `rusage` is plain integers, for which zero is a value.
+    let mut raw: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel writes one `rusage`.
+    if unsafe { libc::getrusage(libc::RUSAGE_SELF, &mut raw) } != 0 {
+        return Usage::default();
+    }
+    let seconds = |t: libc::timeval| t.tv_sec as f64 + t.tv_usec as f64 * 1e-6;
+    Usage {
+        cpu_user_s: seconds(raw.ru_utime),
+        cpu_kernel_s: seconds(raw.ru_stime),
+        page_faults: (raw.ru_minflt + raw.ru_majflt) as u64,
+    }
+}
+
+/// Most memory this process ever held, in bytes (`VmHWM`; `ru_maxrss` would also count what the
+/// parent held when it forked us).
+pub fn peak_rss_bytes() -> u64 {
+    field_kib("/proc/self/status", "VmHWM:").unwrap_or(0) << 10
+}
+
+/// Bytes that may still be allocated, and what sets that bound.
+pub fn available_memory() -> (u64, String) {
+    let host = field_kib("/proc/meminfo", "MemAvailable:").map_or(u64::MAX, |kib| kib << 10);
+    let mut least = (host, "MemAvailable of the host".to_string());
+    for (left, file) in cgroup_left() {
+        if left < least.0 {
+            least = (left, format!("the cgroup limit in {}", file.display()));
+        }
+    }
+    least
+}
+
+/// What each memory cgroup above this process leaves, versions 1 and 2.
+fn cgroup_left() -> Vec<(u64, PathBuf)> {
+    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    groups.lines().flat_map(group_left).collect()
+}
+
+fn group_left(line: &str) -> Vec<(u64, PathBuf)> {
+    let mut parts = line.splitn(3, ':');
+    let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next())
+    else {
+        return Vec::new();
+    };
+    let (root, limit, used) = if controllers.is_empty() {
+        ("/sys/fs/cgroup", "memory.max", "memory.current")
+    } else if controllers.split(',').any(|c| c == "memory") {
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+    } else {
+        return Vec::new();
+    };
+    // A container sees its own group at the root: every level up to it may carry a limit.
+    let whole = Path::new(root).join(path.trim_start_matches('/'));
+    whole
+        .ancestors()
+        .take_while(|level| level.starts_with(root))
+        .filter_map(|level| {
+            let file = level.join(limit);
+            let bound = number(&file)?;
+            let used = number(&level.join(used))?;
+            let cache = field(&level.join("memory.stat"), "inactive_file").unwrap_or(0);
+            Some((bound.saturating_sub(used).saturating_add(cache), file))
+        })
+        .collect()
+}
+
+fn number(file: &Path) -> Option<u64> {
+    fs::read_to_string(file).ok()?.trim().parse().ok()
+}
+
+fn field(file: &Path, name: &str) -> Option<u64> {
+    let text = fs::read_to_string(file).ok()?;
+    let line = text.lines().find(|line| line.split_whitespace().next() == Some(name))?;
+    line.split_whitespace().nth(1)?.parse().ok()
+}
+
+fn field_kib(file: &str, name: &str) -> Option<u64> {
+    field(Path::new(file), name)
+}

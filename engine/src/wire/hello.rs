@@ -1,0 +1,140 @@
+//! The first bytes of every connection, of fixed size, and the ticket that admits a data channel.
+
+use zerocopy::little_endian::{U16, U32};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::error::WireError;
+
+/// First bytes of every connection, in both directions.
+pub const MAGIC: [u8; 8] = *b"fedlane\0";
+
+/// Version of everything in this module and in [`super::message`].
+pub const VERSION: u16 = 1;
+
+/// What a connection carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Channel {
+    /// Framed messages.
+    Control = 1,
+    /// Bare payload.
+    Data = 2,
+}
+
+/// An aggregator's answer to a data hello.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Answer {
+    /// The connection is taken.
+    Admitted = 0,
+    /// The ticket does not admit this session, client and stream.
+    WrongTicket = 1,
+    /// The stream is connected already.
+    Taken = 2,
+}
+
+/// Twelve bytes: who speaks, which version, which channel.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(C)]
+pub struct Preamble {
+    magic: [u8; 8],
+    version: U16,
+    channel: u8,
+    answer: u8,
+}
+
+impl Preamble {
+    /// What the side that dials sends first.
+    pub fn new(channel: Channel) -> Preamble {
+        Self::answering(channel, Answer::Admitted)
+    }
+
+    /// What an aggregator answers.
+    pub fn answering(channel: Channel, answer: Answer) -> Preamble {
+        Preamble {
+            magic: MAGIC,
+            version: U16::new(VERSION),
+            channel: channel as u8,
+            answer: answer as u8,
+        }
+    }
+
+    /// The channel, if the peer speaks this protocol in this version.
+    pub fn channel(&self) -> Result<Channel, WireError> {
+        if self.magic != MAGIC {
+            return Err(WireError::NotFedlane { first: self.magic.escape_ascii().to_string() });
+        }
+        if self.version.get() != VERSION {
+            return Err(WireError::Version { theirs: self.version.get(), ours: VERSION });
+        }
+        match self.channel {
+            1 => Ok(Channel::Control),
+            2 => Ok(Channel::Data),
+            other => Err(WireError::Channel { other }),
+        }
+    }
+
+    /// The answer to a data hello.
+    pub fn answer(&self) -> Result<Answer, WireError> {
+        match self.answer {
+            0 => Ok(Answer::Admitted),
+            1 => Ok(Answer::WrongTicket),
+            2 => Ok(Answer::Taken),
+            other => Err(WireError::Answer { other }),
+        }
+    }
+}
+
+/// Names one session of an aggregator.
+pub type SessionId = [u8; 16];
+
+/// The secret that admits one client's data channels. It travels on the control channel.
+pub type Ticket = [u8; 32];
+
+/// Follows the preamble on a data channel: which stream this is, and the proof that it may be.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(C)]
+pub struct DataHello {
+    session: SessionId,
+    client: U32,
+    stream: U32,
+    mac: [u8; 32],
+}
+
+impl DataHello {
+    /// The hello of `client`'s stream number `stream`.
+    pub fn new(session: SessionId, client: u32, stream: u32, ticket: &Ticket) -> DataHello {
+        let mac = mac(&session, client, stream, ticket);
+        DataHello { session, client: U32::new(client), stream: U32::new(stream), mac }
+    }
+
+    /// Which client says it is calling; not proven before [`DataHello::is_admitted_by`].
+    pub fn client(&self) -> u32 {
+        self.client.get()
+    }
+
+    /// Which of its streams this is.
+    pub fn stream(&self) -> u32 {
+        self.stream.get()
+    }
+
+    /// Whether the ticket made this hello. Takes the same time whatever differs.
+    pub fn is_admitted_by(&self, session: &SessionId, ticket: &Ticket) -> bool {
+        let expected = mac(session, self.client(), self.stream(), ticket);
+        // blake3::Hash compares in constant time.
+        self.session == *session && blake3::Hash::from(expected) == blake3::Hash::from(self.mac)
+    }
+}
+
+/// BLAKE3, keyed with the ticket, over session, client and stream.
+fn mac(session: &SessionId, client: u32, stream: u32, ticket: &Ticket) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new_keyed(ticket);
+    hasher.update(session);
+    hasher.update(&client.to_le_bytes());
+    hasher.update(&stream.to_le_bytes());
+    *hasher.finalize().as_bytes()
+}

@@ -1,0 +1,109 @@
+//! What the control channel says. The order of variants and fields is the wire format:
+//! new ones go to the end, and [`super::hello::VERSION`] rises.
+
+use serde::{Deserialize, Serialize};
+
+use super::hello::{SessionId, Ticket};
+
+/// A checksum as it travels: eight bytes, little-endian.
+pub type WireSum = [u8; 8];
+
+/// From a client to the aggregator.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum ClientMessage {
+    /// First message: who joins, with which model.
+    Join {
+        /// Name for logs and for `order = client`; unique in a session.
+        name: String,
+        /// Number of training examples: the weight in the mean.
+        examples: f64,
+        /// The safetensors header of the client's model.
+        header: Vec<u8>,
+    },
+    /// The upload of this round begins: from now on bytes are expected.
+    Uploading {
+        /// The round.
+        round: u32,
+    },
+    /// Checksums of the next chunks of one stream.
+    Sums {
+        /// The stream.
+        stream: u32,
+        /// One for each chunk, in order.
+        sums: Vec<WireSum>,
+    },
+    /// The model came whole, and this is the digest of what came.
+    Received {
+        /// The round whose model it is; 0 is the initial model.
+        round: u32,
+        /// [`super::checksum::model_digest`] of the bytes received.
+        digest: [u8; 32],
+    },
+    /// Says nothing but that the client lives.
+    Alive,
+    /// The client gives up, and why.
+    Failed {
+        /// One line for people.
+        reason: String,
+    },
+}
+
+/// From the aggregator to a client.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum AggregatorMessage {
+    /// Everyone has joined; this is how bytes will travel.
+    Plan(Plan),
+    /// A model is about to be sent to the client.
+    Download {
+        /// The round whose result it is; 0 is the initial model.
+        round: u32,
+        /// [`super::checksum::model_digest`] of the model.
+        digest: [u8; 32],
+    },
+    /// Checksums of the next chunks of one stream.
+    Sums {
+        /// The stream.
+        stream: u32,
+        /// One for each chunk, in order.
+        sums: Vec<WireSum>,
+    },
+    /// Send the update of this round.
+    Upload {
+        /// The round, counted from 1.
+        round: u32,
+    },
+    /// The update was verified and averaged.
+    Applied {
+        /// The round.
+        round: u32,
+    },
+    /// All rounds are done.
+    Done,
+    /// Says nothing but that the aggregator lives.
+    Alive,
+    /// The aggregator gives up, and why.
+    Failed {
+        /// One line for people.
+        reason: String,
+    },
+}
+
+/// How the bytes of a session travel. Both sides derive the same chunks and the same range for
+/// each stream from it and the manifest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Plan {
+    /// The session.
+    pub session: SessionId,
+    /// This client's number.
+    pub client: u32,
+    /// What its data channels must prove to know.
+    pub ticket: Ticket,
+    /// Data channels to open.
+    pub streams: u32,
+    /// Most bytes of a chunk.
+    pub chunk_bytes: u64,
+    /// Rounds that will be run.
+    pub rounds: u32,
+    /// Silence, in milliseconds, after which either side gives the other up.
+    pub deadline_ms: u64,
+}
