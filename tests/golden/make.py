@@ -74,7 +74,6 @@ def tensor(random, name):
         limits = np.iinfo(dtype)
         x = random.integers(limits.min, limits.max, ELEMENTS, dtype, endpoint=True)
         x[:2] = limits.min, limits.max
-        # Small numbers, so that halves come up.
         x[2:20] = random.integers(0, 6, 18)
         return x
     limits = ml_dtypes.finfo(dtype)
@@ -88,7 +87,9 @@ def tensor(random, name):
 
 
 def weight_lists(random, clients):
-    yield random.integers(1, 1000, clients).astype(np.float64)
+    # Sixteen equal weights make means of small numbers that lie halfway between two results.
+    equal = np.ones(clients)
+    yield equal if clients == 16 else random.integers(1, 1000, clients).astype(np.float64)
     fractions = random.random(clients)
     if clients > 1:
         fractions[clients // 2] = 0.0

@@ -288,16 +288,22 @@ mod tests {
         }
     }
 
-    #[test]
-    fn f32_narrows_to_f16_as_the_half_crate_does() {
-        // Every exponent and sign, with the mantissas about each rounding boundary.
+    /// Every exponent and sign, with the mantissas about each rounding boundary.
+    fn floats() -> impl Iterator<Item = f32> {
         let tops = (0..=u16::MAX).map(|top| u32::from(top) << 16);
-        let lows = [0, 1, 0xfff, 0x1000, 0x1001, 0x1fff, 0x2000, 0x3000, 0x8000, 0xf000, 0xffff];
-        for bits in tops.flat_map(|top| lows.map(|low| top | low)) {
-            let float = f32::from_bits(bits);
-            let expected = half::f16::from_f32_const(float).to_bits();
-            let expected = if float.is_nan() { 0x7e00 } else { expected };
-            assert_eq!(f32_to_f16(float), expected, "{bits:#x}");
+        let lows = [0, 1, 0xfff, 0x1000, 0x1001, 0x2000, 0x7fff, 0x8000, 0x8001, 0xf000, 0xffff];
+        tops.flat_map(move |top| lows.map(|low| f32::from_bits(top | low)))
+    }
+
+    #[test]
+    fn f32_narrows_as_the_half_crate_does() {
+        for float in floats() {
+            let f16 = half::f16::from_f32_const(float).to_bits();
+            let f16 = if float.is_nan() { 0x7e00 } else { f16 };
+            assert_eq!(F16::mean(float, 1.0), f16.to_le_bytes(), "{float:e}");
+            let bf16 = half::bf16::from_f32_const(float).to_bits();
+            let bf16 = if float.is_nan() { 0x7fc0 } else { bf16 };
+            assert_eq!(Bf16::mean(float, 1.0), bf16.to_le_bytes(), "{float:e}");
         }
     }
 }
