@@ -1,6 +1,13 @@
 //! The `fedlane` command.
 
+mod args;
+mod check;
 mod doctor;
+mod join;
+mod output;
+mod progress;
+mod serve;
+mod update;
 
 use std::process::ExitCode;
 
@@ -16,6 +23,8 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Serve(serve::Serve),
+    Join(join::Join),
     Doctor(doctor::Doctor),
     /// Print a completion script for a shell
     ///
@@ -28,7 +37,10 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    start_log();
     let done = match cli.command {
+        Command::Serve(serve) => serve.run(),
+        Command::Join(join) => join.run(),
         Command::Doctor(doctor) => doctor.run(),
         Command::Completions { shell } => {
             let mut command = Cli::command();
@@ -43,4 +55,15 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Warnings and notes go to the standard error, a line each; `FEDLANE_LOG` sets how many.
+fn start_log() {
+    let level = std::env::var("FEDLANE_LOG").ok().and_then(|level| level.parse().ok());
+    tracing_subscriber::fmt()
+        .with_max_level(level.unwrap_or(tracing::Level::INFO))
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .without_time()
+        .init();
 }

@@ -244,7 +244,7 @@ impl Client {
             AggregatorMessage::Applied { round: applied } if applied == round => {}
             _ => return Err(self.unexpected("a message")),
         }
-        self.phases.push(meter.stop(self.manifest.data_bytes()));
+        self.phases.push(meter.stop(self.manifest.data_bytes()).sent_by(kind));
         Ok(())
     }
 
@@ -274,12 +274,12 @@ impl Client {
         Ok(lanes)
     }
 
-    /// Receives the model into `target`, checks every chunk and the digest of the whole, and
-    /// confirms it when `keep` has made it safe.
+    /// Receives the model of `round` into `target` and checks every chunk and the digest of the
+    /// whole. [`Client::confirm`] tells the aggregator when it is safe.
     ///
     /// # Errors
     /// Bytes that do not match, a target that fails, or an aggregator that ends.
-    pub fn download<E: From<ClientError>>(
+    pub fn download(
         &mut self,
         round: u32,
         digest: [u8; 32],
@@ -312,7 +312,8 @@ impl Client {
         if self.received_digest() != digest {
             return Err(ClientError::Digest { address: self.address.to_string() });
         }
-        self.phases.push(meter.stop(self.manifest.data_bytes()));
+        let phase = meter.stop(self.manifest.data_bytes());
+        self.phases.push(phase.received_by(self.config.receive_path));
         Ok(())
     }
 
@@ -397,12 +398,14 @@ impl Client {
     /// more.
     fn explain(&self, error: ClientError) -> ClientError {
         let patience = Instant::now() + limits::LAST_WORDS;
-        let broken = matches!(
+        if !matches!(
             &error,
             ClientError::Transfer { error: TransferError::Closed | TransferError::Io(_), .. }
                 | ClientError::Control { .. }
-        );
-        while broken {
+        ) {
+            return error;
+        }
+        loop {
             match self.events.recv_timeout(patience.saturating_duration_since(Instant::now())) {
                 Ok(Event::Message(message)) => {
                     if let Some(ended) = self.ended(&message) {
@@ -410,10 +413,9 @@ impl Client {
                     }
                 }
                 Ok(_) => {}
-                Err(_) => break,
+                Err(_) => return error,
             }
         }
-        error
     }
 
     fn next_message(&mut self) -> Result<AggregatorMessage, ClientError> {

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use crate::paths::{ReceiveKind, SendKind};
 use crate::sys::process::{self, Usage};
 
 /// What one phase moved and cost in this process.
@@ -17,9 +18,23 @@ pub struct Phase {
     pub seconds: f64,
     /// CPU seconds and page faults of this process.
     pub usage: Usage,
+    /// The send path, in a phase that sends.
+    pub send_path: Option<SendKind>,
+    /// The receive path, in a phase that receives.
+    pub receive_path: Option<ReceiveKind>,
 }
 
 impl Phase {
+    /// Notes how the bytes were sent.
+    pub fn sent_by(self, path: SendKind) -> Phase {
+        Phase { send_path: Some(path), ..self }
+    }
+
+    /// Notes how the bytes were received.
+    pub fn received_by(self, path: ReceiveKind) -> Phase {
+        Phase { receive_path: Some(path), ..self }
+    }
+
     /// Payload in units of 10^9 bit each second; 0 for a phase that moved nothing.
     pub fn goodput_gbit_s(&self) -> f64 {
         if self.seconds > 0.0 { self.bytes as f64 * 8e-9 / self.seconds } else { 0.0 }
@@ -58,6 +73,7 @@ impl Meter {
             cpu_kernel_s: after.cpu_kernel_s - self.before.cpu_kernel_s,
             page_faults: after.page_faults - self.before.page_faults,
         };
-        Phase { name: self.name, round: self.round, bytes, seconds, usage }
+        let (name, round) = (self.name, self.round);
+        Phase { name, round, bytes, seconds, usage, send_path: None, receive_path: None }
     }
 }

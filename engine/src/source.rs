@@ -43,6 +43,28 @@ pub trait Source: Send + Sync {
     }
 }
 
+impl<S: Source + ?Sized> Source for Box<S> {
+    fn manifest(&self) -> &Manifest {
+        (**self).manifest()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), SourceError> {
+        (**self).read(offset, out)
+    }
+
+    fn lend(&self, range: Range<u64>) -> Option<&[u8]> {
+        (**self).lend(range)
+    }
+
+    fn file(&self) -> Option<(BorrowedFd<'_>, u64)> {
+        (**self).file()
+    }
+
+    fn checksums(&self, chunk_bytes: u64) -> Option<&[u64]> {
+        (**self).checksums(chunk_bytes)
+    }
+}
+
 /// Whole elements of one run.
 struct Piece<'a> {
     /// The number of the run in the manifest.

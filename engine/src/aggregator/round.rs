@@ -93,8 +93,8 @@ impl Session {
             }
             Averaging::Checksum | Averaging::Discard => self.drop_updates()?,
         }
-        self.phases.push(meter.stop(self.manifest.data_bytes() * self.peers.len() as u64));
-        self.model = None;
+        let phase = meter.stop(self.manifest.data_bytes() * self.peers.len() as u64);
+        self.phases.push(phase.received_by(self.config.receive_path));
         let Regions { accumulator, model, staged } = regions;
         self.keep_regions(Regions { accumulator, model: None, staged });
         Ok(model.map(|region| Model { region, sums }))
@@ -240,7 +240,8 @@ impl Session {
         watch.confirmed = Some((round, digest, vec![false; self.peers.len()]));
         watch.run(lanes)?;
         watch.await_confirmations()?;
-        self.phases.push(meter.stop(self.manifest.data_bytes() * self.peers.len() as u64));
+        let phase = meter.stop(self.manifest.data_bytes() * self.peers.len() as u64);
+        self.phases.push(phase.sent_by(kind));
         Ok(())
     }
 

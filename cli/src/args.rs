@@ -1,0 +1,238 @@
+//! Values and groups of arguments that several commands share.
+
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use fedlane::aggregator::{AggregatorConfig, Averaging, default_streams};
+use fedlane::control::Congestion;
+use fedlane::lane::receive::Order;
+use fedlane::limits;
+use fedlane::manifest::{Dtype, PRESETS};
+use fedlane::paths::{ReceiveKind, SendKind};
+use fedlane::receiver::Lands;
+
+/// Sizes: a number of bytes, or with a unit: KiB MiB GiB TiB, KB MB GB TB.
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let factor: u64 = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "kib" | "k" => 1 << 10,
+        "mib" | "m" => 1 << 20,
+        "gib" | "g" => 1 << 30,
+        "tib" | "t" => 1 << 40,
+        "kb" => 1_000,
+        "mb" => 1_000_000,
+        "gb" => 1_000_000_000,
+        "tb" => 1_000_000_000_000,
+        _ => return Err(format!("unknown unit {unit:?}; use KiB, MiB, GiB, KB, MB or GB")),
+    };
+    let number: f64 = number.parse().map_err(|_| "a size starts with a number".to_string())?;
+    let bytes = number * factor as f64;
+    if bytes > limits::MAX_MODEL_BYTES as f64 {
+        return Err(format!("more than the limit of {} bytes", limits::MAX_MODEL_BYTES));
+    }
+    Ok(bytes as u64)
+}
+
+/// Dtypes by their safetensors name, in any case.
+pub fn parse_dtype(name: &str) -> Result<Dtype, String> {
+    let value = serde_json::Value::String(name.to_ascii_uppercase());
+    serde_json::from_value(value)
+        .map_err(|_| "unknown dtype; use f32, f16, bf16, f64, i8 to i64, u8 to u64, bool".into())
+}
+
+/// Presets by name.
+pub fn parse_preset(name: &str) -> Result<String, String> {
+    if PRESETS.contains(&name) {
+        Ok(name.to_string())
+    } else {
+        Err(format!("there are: {}", PRESETS.join(", ")))
+    }
+}
+
+/// Numbers of training examples.
+pub fn parse_examples(text: &str) -> Result<f64, String> {
+    let examples: f64 = text.parse().map_err(|_| "not a number".to_string())?;
+    if examples.is_finite() && examples >= 0.0 {
+        Ok(examples)
+    } else {
+        Err("must be finite and not negative".into())
+    }
+}
+
+fn parse_congestion(name: &str) -> Result<Congestion, String> {
+    Ok(match name {
+        "auto" => Congestion::Auto,
+        name => Congestion::Named(name.to_string()),
+    })
+}
+
+/// A receive path that keeps the bytes.
+pub fn parse_receive_path(name: &str) -> Result<ReceiveKind, String> {
+    let kind: ReceiveKind = name.parse().map_err(|error| format!("{error}"))?;
+    if kind.lands() == Lands::Nowhere {
+        return Err(format!("{name} drops the bytes; only `fedlane bench raw` takes it"));
+    }
+    Ok(kind)
+}
+
+/// Lists the paths for `--help`.
+pub fn send_path_help() -> String {
+    let paths = SendKind::all().map(|path| format!("\n- {}: {}", path.name(), path.summary()));
+    format!(
+        "How parameters are sent; chosen by what the host offers if not said:{}",
+        paths.collect::<String>()
+    )
+}
+
+/// Lists the paths for `--help`.
+pub fn receive_path_help() -> String {
+    let paths = ReceiveKind::all().filter(|path| path.lands() != Lands::Nowhere);
+    let lines: String =
+        paths.map(|path| format!("\n- {}: {}", path.name(), path.summary())).collect();
+    format!("How parameters are received:{lines}")
+}
+
+/// How bytes travel, for both ends.
+#[derive(Clone, Debug, Args)]
+pub struct Paths {
+    #[arg(long, value_name = "PATH", help = "How parameters are sent [default: the best the host offers]", long_help = send_path_help())]
+    pub send_path: Option<SendKind>,
+
+    #[arg(long, value_name = "PATH", default_value = "read", value_parser = parse_receive_path, help = "How parameters are received", long_help = receive_path_help())]
+    pub receive_path: ReceiveKind,
+
+    /// Congestion control of data connections
+    ///
+    /// "auto" is CUBIC between processes of one host and the kernel's default otherwise.
+    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = parse_congestion)]
+    pub congestion: Congestion,
+
+    /// Milliseconds without any sign of life after which a peer is given up
+    #[arg(long, value_name = "MS", default_value_t = limits::DEADLINE.as_millis() as u64)]
+    #[arg(value_parser = clap::value_parser!(u64).range(limits::MIN_DEADLINE_MS..=limits::MAX_DEADLINE_MS))]
+    pub deadline_ms: u64,
+}
+
+impl Paths {
+    /// The deadline.
+    pub fn deadline(&self) -> Duration {
+        Duration::from_millis(self.deadline_ms)
+    }
+
+    /// The command-line arguments that say the same.
+    pub fn to_args(&self) -> Vec<String> {
+        let congestion = match &self.congestion {
+            Congestion::Auto => "auto".to_string(),
+            Congestion::Named(name) => name.clone(),
+        };
+        let mut args = vec![
+            format!("--receive-path={}", self.receive_path),
+            format!("--congestion={congestion}"),
+            format!("--deadline-ms={}", self.deadline_ms),
+        ];
+        args.extend(self.send_path.map(|path| format!("--send-path={path}")));
+        args
+    }
+}
+
+/// How the aggregator works.
+#[derive(Clone, Debug, Args)]
+pub struct Averager {
+    /// Receiver threads, and data connections of each client [default: one per core]
+    #[arg(long, value_name = "N", value_parser = parse_streams)]
+    pub streams: Option<usize>,
+
+    /// Bytes that are checked and averaged as one unit
+    #[arg(long, value_name = "SIZE", default_value = "256KiB", value_parser = parse_chunk_bytes)]
+    pub chunk_bytes: u64,
+
+    /// In which order clients are averaged
+    #[arg(long, value_enum, default_value_t = OrderArg::Arrival)]
+    pub order: OrderArg,
+
+    /// What happens to updates; all but "streaming" are for benchmarks
+    #[arg(long, value_enum, default_value_t = AveragingArg::Streaming, hide = true)]
+    pub averaging: AveragingArg,
+}
+
+/// `--order`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OrderArg {
+    /// As updates arrive: fastest; the last bits may depend on who came first
+    Arrival,
+    /// By client name: the same bits whoever came first
+    Client,
+}
+
+/// `--averaging`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum AveragingArg {
+    /// While they arrive
+    Streaming,
+    /// After all have arrived
+    Staged,
+    /// Checked and dropped
+    Checksum,
+    /// Dropped unseen
+    Discard,
+}
+
+impl Averager {
+    /// The engine's configuration.
+    pub fn config(&self, clients: usize, rounds: u32, paths: &Paths) -> AggregatorConfig {
+        AggregatorConfig {
+            clients,
+            rounds,
+            streams: self.streams.unwrap_or_else(default_streams),
+            chunk_bytes: self.chunk_bytes,
+            deadline: paths.deadline(),
+            order: match self.order {
+                OrderArg::Arrival => Order::Arrival,
+                OrderArg::Client => Order::Client,
+            },
+            averaging: match self.averaging {
+                AveragingArg::Streaming => Averaging::Streaming,
+                AveragingArg::Staged => Averaging::Staged,
+                AveragingArg::Checksum => Averaging::Checksum,
+                AveragingArg::Discard => Averaging::Discard,
+            },
+            receive_path: paths.receive_path,
+            send_path: paths.send_path,
+            congestion: paths.congestion.clone(),
+        }
+    }
+
+    /// The command-line arguments that say the same.
+    pub fn to_args(&self) -> Vec<String> {
+        let name = |value: clap::builder::PossibleValue| value.get_name().to_string();
+        let order = self.order.to_possible_value().map(name).unwrap_or_default();
+        let averaging = self.averaging.to_possible_value().map(name).unwrap_or_default();
+        let mut args = vec![
+            format!("--chunk-bytes={}", self.chunk_bytes),
+            format!("--order={order}"),
+            format!("--averaging={averaging}"),
+        ];
+        args.extend(self.streams.map(|streams| format!("--streams={streams}")));
+        args
+    }
+}
+
+fn parse_streams(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(streams) if (1..=limits::MAX_STREAMS).contains(&streams) => Ok(streams),
+        _ => Err(format!("must be a number from 1 to {}", limits::MAX_STREAMS)),
+    }
+}
+
+fn parse_chunk_bytes(text: &str) -> Result<u64, String> {
+    let bytes = parse_bytes(text)?;
+    let (least, most) = (limits::MIN_CHUNK_BYTES, limits::MAX_CHUNK_BYTES);
+    if (least..=most).contains(&bytes) {
+        Ok(bytes)
+    } else {
+        Err(format!("must be from {least} to {most} bytes"))
+    }
+}

@@ -1,0 +1,226 @@
+//! `fedlane join`: a client.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use anyhow::{Context, bail};
+use clap::Args;
+use fedlane::client::{Client, ClientConfig, Target, Task};
+use fedlane::manifest::{ChunkTable, Manifest};
+use fedlane::region::Region;
+use fedlane::sink::file::ModelFile;
+use fedlane::source::Source;
+use fedlane::source::region::RegionSource;
+use fedlane::sys::process;
+use serde_json::json;
+
+use crate::args::{Paths, parse_examples};
+use crate::output::{Output, phase_fields, phase_text};
+use crate::progress::{Bar, Progress};
+use crate::serve::try_output;
+use crate::update::Update;
+
+/// Send a model to an aggregator and take the mean of all clients' models
+///
+/// In every round the client runs --train, if given, then sends --model, then takes the mean
+/// into --output.
+#[derive(Args)]
+pub struct Join {
+    /// Address and port of `fedlane serve`
+    #[arg(value_name = "ADDRESS")]
+    address: String,
+
+    #[command(flatten)]
+    update: Update,
+
+    /// Number of training examples: the weight of this client in the mean
+    #[arg(long, value_name = "N", default_value = "1", value_parser = parse_examples)]
+    examples: f64,
+
+    /// Name in logs and errors, unique in the session [default: host name and process number]
+    #[arg(long)]
+    name: Option<String>,
+
+    /// Write the mean here in every round; the file is replaced whole
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+
+    /// Shell command to run before every upload; it leaves its update in --model
+    ///
+    /// FEDLANE_ROUND is the round, FEDLANE_MODEL is --model, FEDLANE_OUTPUT is --output: the
+    /// newest mean, once there is one.
+    #[arg(long, value_name = "COMMAND", requires = "model")]
+    train: Option<String>,
+
+    #[command(flatten)]
+    paths: Paths,
+
+    /// Print one JSON object a line instead of text
+    #[arg(long)]
+    json: bool,
+
+    /// Copy the parameters into a warm region before the first round and send from there
+    #[arg(long, hide = true)]
+    stage: bool,
+}
+
+/// Parameters in a region, with their checksums.
+struct Staged {
+    region: Region,
+    manifest: Manifest,
+    sums: Vec<u64>,
+}
+
+impl Join {
+    /// Runs the client's side of the session.
+    pub fn run(self) -> anyhow::Result<()> {
+        let output = Output { json: self.json };
+        if let Some(path) = &self.output {
+            try_output(path)?;
+        }
+        let source = self.update.open()?;
+        let manifest = source.manifest().clone();
+        drop(source);
+        let config = ClientConfig {
+            name: self.name.clone().unwrap_or_else(default_name),
+            examples: self.examples,
+            send_path: self.paths.send_path,
+            receive_path: self.paths.receive_path,
+            congestion: self.paths.congestion.clone(),
+            deadline: self.paths.deadline(),
+        };
+        output.event(
+            "joining",
+            json!({ "address": self.address, "bytes": manifest.data_bytes() }),
+            &format!("joining {} as \"{}\"", self.address, config.name),
+        );
+        let mut client = Client::join(self.address.as_str(), config, &manifest)?;
+        let result = self.take_part(&mut client, &manifest, output);
+        if let Err(error) = &result {
+            client.give_up(&format!("{error:#}"));
+        }
+        result
+    }
+
+    fn take_part(
+        &self,
+        client: &mut Client,
+        manifest: &Manifest,
+        output: Output,
+    ) -> anyhow::Result<()> {
+        let staged = match self.stage {
+            true => Some(stage(self.update.open()?.as_ref(), client.chunks())?),
+            false => None,
+        };
+        let mut reported = 0;
+        loop {
+            match client.next_task()? {
+                Task::Upload { round } => self.upload(client, round, staged.as_ref())?,
+                Task::Download { round, digest } => {
+                    self.download(client, manifest, round, digest)?;
+                }
+                Task::Done => break,
+            }
+            reported = self.report(client, output, reported);
+        }
+        output.event(
+            "done",
+            json!({ "rounds": client.rounds(), "peak_rss_bytes": process::peak_rss_bytes() }),
+            &format!("{} of {} rounds done", client.rounds(), client.rounds()),
+        );
+        Ok(())
+    }
+
+    fn upload(
+        &self,
+        client: &mut Client,
+        round: u32,
+        staged: Option<&Staged>,
+    ) -> anyhow::Result<()> {
+        if let Some(command) = &self.train {
+            self.run_training(command, round)?;
+        }
+        let source: Box<dyn Source + '_> = match staged {
+            Some(Staged { region, manifest, sums }) => {
+                let chunk_bytes = client.chunks().chunk_bytes();
+                Box::new(RegionSource::new(manifest, region, chunk_bytes, sums.clone()))
+            }
+            None => self.update.open()?,
+        };
+        let progress = client.progress();
+        let total_bytes = source.manifest().data_bytes();
+        let position = Box::new(move || progress.bytes().0);
+        let bar = Bar { label: format!("round {round} upload"), total_bytes, position };
+        let _shown = Progress::show(vec![bar], !self.json);
+        Ok(client.upload(round, source.as_ref())?)
+    }
+
+    fn download(
+        &self,
+        client: &mut Client,
+        manifest: &Manifest,
+        round: u32,
+        digest: [u8; 32],
+    ) -> anyhow::Result<()> {
+        let progress = client.progress();
+        let total_bytes = manifest.data_bytes();
+        let position = Box::new(move || progress.bytes().1);
+        let bar = Bar { label: format!("round {round} download"), total_bytes, position };
+        let shown = Progress::show(vec![bar], !self.json);
+        match &self.output {
+            Some(path) => {
+                let file = ModelFile::create(path, manifest)?;
+                client.download(round, digest, Target::File(&file))?;
+                file.finish()?;
+            }
+            None => client.download(round, digest, Target::Check)?,
+        }
+        drop(shown);
+        Ok(client.confirm(round)?)
+    }
+
+    fn run_training(&self, command: &str, round: u32) -> anyhow::Result<()> {
+        let mut shell = Command::new("sh");
+        shell.arg("-c").arg(command).env("FEDLANE_ROUND", round.to_string());
+        if let Some(path) = &self.update.model {
+            shell.env("FEDLANE_MODEL", path);
+        }
+        if let Some(path) = &self.output {
+            shell.env("FEDLANE_OUTPUT", path);
+        }
+        // Standard output belongs to fedlane's own lines.
+        shell.stdout(std::io::stderr());
+        let status = shell.status().context("the --train command could not be started")?;
+        if !status.success() {
+            bail!("the --train command failed in round {round}: {status}");
+        }
+        Ok(())
+    }
+
+    /// Prints the phases from number `from` on and returns how many there are now.
+    fn report(&self, client: &Client, output: Output, from: usize) -> usize {
+        for phase in &client.phases()[from..] {
+            output.event("phase", phase_fields(phase), &phase_text(phase));
+        }
+        client.phases().len()
+    }
+}
+
+/// Fills a region with the parameters and sums its chunks, as a training framework would that
+/// leaves its update in shared memory.
+fn stage(source: &dyn Source, chunks: &ChunkTable) -> anyhow::Result<Staged> {
+    let manifest = source.manifest().clone();
+    let mut region = Region::new(manifest.data_bytes())?;
+    let (bytes, _) = region.bytes_mut();
+    for chunk in (0..chunks.len()).map(|index| chunks.get(index)) {
+        let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
+        source.read(chunk.bytes.start, &mut bytes[place])?;
+    }
+    let sums = RegionSource::seal(&manifest, &region, chunks, 1).into_sums();
+    Ok(Staged { region, manifest, sums })
+}
+
+fn default_name() -> String {
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    format!("{host}-{}", std::process::id())
+}

@@ -1,0 +1,168 @@
+//! `fedlane serve`: the aggregator.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use clap::Args;
+use fedlane::aggregator::{Aggregator, Session};
+use fedlane::limits;
+use fedlane::manifest::Manifest;
+use fedlane::sink::file::ModelFile;
+use fedlane::source::Source;
+use fedlane::source::file::FileSource;
+use fedlane::sys::process;
+use serde_json::json;
+
+use crate::args::{Averager, Paths};
+use crate::check::Expected;
+use crate::output::{Output, phase_fields, phase_text};
+use crate::progress::{Bar, Progress};
+
+/// Wait for clients, average their models while they arrive, and send the mean back
+///
+/// The clients run `fedlane join`. Every client must bring the same tensors. The mean is weighted
+/// by each client's --examples. A client that dies, stalls or sends something else ends the
+/// session for all, with an error that names it.
+#[derive(Args)]
+pub struct Serve {
+    /// Address and port to listen on; 0.0.0.0:PORT lets other machines in
+    ///
+    /// Connections are neither encrypted nor authenticated: use it in networks that you trust.
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:7733")]
+    listen: String,
+
+    /// Number of clients to wait for
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=limits::MAX_CLIENTS as u64))]
+    clients: u64,
+
+    /// Number of rounds to run
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=i64::from(limits::MAX_ROUNDS)))]
+    rounds: u32,
+
+    /// Send this safetensors file to every client before the first round
+    #[arg(long, value_name = "FILE")]
+    initial: Option<PathBuf>,
+
+    /// Write the model here after every round; the file is replaced whole
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+
+    #[command(flatten)]
+    averager: Averager,
+
+    #[command(flatten)]
+    paths: Paths,
+
+    /// Print one JSON object a line instead of text
+    #[arg(long)]
+    json: bool,
+
+    /// What the clients send, as JSON: the result is compared with the mean of it
+    #[arg(long, value_name = "JSON", hide = true)]
+    expect: Option<Expected>,
+}
+
+impl Serve {
+    /// Runs the session.
+    pub fn run(self) -> anyhow::Result<()> {
+        let output = Output { json: self.json };
+        if let Some(path) = &self.output {
+            try_output(path)?;
+        }
+        let initial = self.initial.as_ref().map(FileSource::open).transpose()?;
+        let config = self.averager.config(self.clients as usize, self.rounds, &self.paths);
+        let aggregator = Aggregator::bind(self.listen.as_str(), config)?;
+        let address = aggregator.address();
+        output.event(
+            "listening",
+            json!({ "address": address.to_string(), "clients": self.clients }),
+            &format!("listening on {address}, waiting for {} clients", self.clients),
+        );
+        let mut session = aggregator.gather(initial.as_ref().map(|i| i.manifest().clone()))?;
+        if let Some(path) = &self.output {
+            // Reserves the space and gives it back: a full disk shows now.
+            ModelFile::create(path, session.manifest())?;
+        }
+        let mut reported = self.report(&session, output, 0);
+        if let Some(initial) = &initial {
+            session.send_initial(initial)?;
+        }
+        for _ in 0..self.rounds {
+            self.run_round(&mut session)?;
+            reported = self.report(&session, output, reported);
+        }
+        if let (Some(expected), Some(model)) = (&self.expect, session.model()) {
+            let checked = expected.check(session.manifest(), model)?;
+            output.event(
+                "verified",
+                json!({ "verified": true, "elements": checked.elements,
+                    "largest_error_ulp": checked.largest_error_ulp }),
+                &format!(
+                    "verified: {} elements, largest error {:.3} ulp",
+                    checked.elements, checked.largest_error_ulp
+                ),
+            );
+        }
+        session.finish()?;
+        let path = self.output.as_deref().map(Path::display);
+        let saved = path.map_or(String::new(), |path| format!("; the model is in {path}"));
+        output.event(
+            "done",
+            json!({ "rounds": self.rounds, "peak_rss_bytes": process::peak_rss_bytes() }),
+            &format!("{} of {} rounds done{saved}", self.rounds, self.rounds),
+        );
+        Ok(())
+    }
+
+    fn run_round(&self, session: &mut Session) -> anyhow::Result<()> {
+        let total_bytes = session.progress().model_bytes();
+        let bars = |upload: bool| {
+            let progress = session.progress();
+            let names: Vec<String> = progress.clients().map(|c| c.name.to_string()).collect();
+            let arrow = if upload { "from" } else { "to" };
+            let bars = names.into_iter().enumerate().map(|(index, name)| {
+                let progress = progress.clone();
+                let position = move || {
+                    let client = progress.clients().nth(index);
+                    client.map_or(0, |c| if upload { c.uploaded_bytes } else { c.downloaded_bytes })
+                };
+                Bar { label: format!("{arrow} {name}"), total_bytes, position: Box::new(position) }
+            });
+            bars.collect::<Vec<_>>()
+        };
+        let (uploads, downloads) = (bars(true), bars(false));
+        let shown = Progress::show(uploads, !self.json);
+        session.round()?;
+        drop(shown);
+        if let (Some(path), Some(model)) = (&self.output, session.model()) {
+            save(path, session.manifest(), model)?;
+        }
+        let _shown = Progress::show(downloads, !self.json);
+        Ok(session.broadcast()?)
+    }
+
+    /// Prints the phases from number `from` on and returns how many there are now.
+    fn report(&self, session: &Session, output: Output, from: usize) -> usize {
+        for phase in &session.phases()[from..] {
+            let mut fields = phase_fields(phase);
+            fields["clients"] = json!(self.clients);
+            output.event("phase", fields, &phase_text(phase));
+        }
+        session.phases().len()
+    }
+}
+
+/// Finds out before anything is moved whether `path` can be written.
+pub fn try_output(path: &Path) -> anyhow::Result<()> {
+    let empty = Manifest::from_tensors([], &Default::default())?;
+    ModelFile::create(path, &empty)?;
+    Ok(())
+}
+
+fn save(path: &Path, manifest: &Manifest, model: &[u8]) -> anyhow::Result<()> {
+    let file = ModelFile::create(path, manifest)?;
+    file.write_at(0, &model[..manifest.data_bytes() as usize])?;
+    file.finish()
+        .with_context(|| format!("the model was averaged but not saved to {}", path.display()))
+}
