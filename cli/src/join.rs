@@ -7,6 +7,7 @@ use anyhow::{Context, bail};
 use clap::Args;
 use fedlane::client::{Client, ClientConfig, Target, Task};
 use fedlane::manifest::{ChunkTable, Manifest};
+use fedlane::meter::Meter;
 use fedlane::region::Region;
 use fedlane::sink::file::ModelFile;
 use fedlane::source::Source;
@@ -108,10 +109,7 @@ impl Join {
         manifest: &Manifest,
         output: Output,
     ) -> anyhow::Result<()> {
-        let staged = match self.stage {
-            true => Some(stage(self.update.open()?.as_ref(), client.chunks())?),
-            false => None,
-        };
+        let staged = self.stage.then(|| self.stage(client, output)).transpose()?;
         let mut reported = 0;
         loop {
             match client.next_task()? {
@@ -129,6 +127,14 @@ impl Join {
             &format!("{} of {} rounds done", client.rounds(), client.rounds()),
         );
         Ok(())
+    }
+
+    fn stage(&self, client: &Client, output: Output) -> anyhow::Result<Staged> {
+        let meter = Meter::start("prepare", 0);
+        let staged = stage(self.update.open()?.as_ref(), client.chunks())?;
+        let phase = meter.stop(0);
+        output.event("phase", phase_fields(&phase), &phase_text(&phase));
+        Ok(staged)
     }
 
     fn upload(

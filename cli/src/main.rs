@@ -2,7 +2,9 @@
 
 mod args;
 mod check;
+mod demo;
 mod doctor;
+mod group;
 mod join;
 mod output;
 mod progress;
@@ -23,6 +25,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    Demo(demo::Demo),
     Serve(serve::Serve),
     Join(join::Join),
     Doctor(doctor::Doctor),
@@ -37,8 +40,10 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    group::end_with_parent();
     start_log();
     let done = match cli.command {
+        Command::Demo(demo) => demo.run(),
         Command::Serve(serve) => serve.run(),
         Command::Join(join) => join.run(),
         Command::Doctor(doctor) => doctor.run(),

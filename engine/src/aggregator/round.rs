@@ -87,14 +87,16 @@ impl Session {
         self.tell_each(|_| AggregatorMessage::Upload { round })?;
         match self.config.averaging {
             Averaging::Streaming => self.stream(&mut regions, &mut sums)?,
-            Averaging::Staged => {
-                self.stage(&mut regions)?;
-                self.average(&mut regions, &mut sums)?;
-            }
+            Averaging::Staged => self.stage(&mut regions)?,
             Averaging::Checksum | Averaging::Discard => self.drop_updates()?,
         }
-        let phase = meter.stop(self.manifest.data_bytes() * self.peers.len() as u64);
-        self.phases.push(phase.received_by(self.config.receive_path));
+        let bytes = self.manifest.data_bytes() * self.peers.len() as u64;
+        self.phases.push(meter.stop(bytes).received_by(self.config.receive_path));
+        if self.config.averaging == Averaging::Staged {
+            let meter = Meter::start("average", round);
+            self.average(&mut regions, &mut sums)?;
+            self.phases.push(meter.stop(bytes));
+        }
         let Regions { accumulator, model, staged } = regions;
         self.keep_regions(Regions { accumulator, model: None, staged });
         Ok(model.map(|region| Model { region, sums }))
