@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use comfy_table::{CellAlignment, Table, presets};
 use fedlane::manifest::Dtype;
 use fedlane::sys::process::available_memory;
 use serde_json::{Value, json};
@@ -11,7 +10,7 @@ use serde_json::{Value, json};
 use crate::args::{Averager, Paths, parse_bytes, parse_dtype, parse_preset};
 use crate::check::{Expected, Sender};
 use crate::group::{Group, Report};
-use crate::output::{Output, bytes_text};
+use crate::output::{Output, bytes_text, table};
 use crate::update::Update;
 
 /// Run an aggregator and clients on this machine, check the mean, and show what it cost
@@ -176,21 +175,11 @@ fn print_tables(reports: &[Report]) {
     anstream::println!("{phases}\n\n{memory}\n");
     if let Some(verified) = reports.iter().find_map(|report| report.event("verified")) {
         anstream::println!(
-            "verified: all {} elements are the weighted mean (largest error {:.3} ulp), and every client received the same digest",
+            "verified: all {} elements are the weighted mean (largest error {:.2} of the tolerance), and every client received the same digest",
             verified["elements"],
-            verified["largest_error_ulp"].as_f64().unwrap_or(f64::NAN)
+            verified["largest_error_of_tolerance"].as_f64().unwrap_or(f64::NAN)
         );
     }
-}
-
-fn table(header: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::UTF8_HORIZONTAL_ONLY);
-    table.set_header(header);
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table
 }
 
 fn phase_row(process: &str, event: &Value) -> Vec<String> {

@@ -1,6 +1,7 @@
 //! The `fedlane` command.
 
 mod args;
+mod bench;
 mod check;
 mod demo;
 mod doctor;
@@ -28,6 +29,7 @@ enum Command {
     Demo(demo::Demo),
     Serve(serve::Serve),
     Join(join::Join),
+    Bench(bench::Bench),
     Doctor(doctor::Doctor),
     /// Print a completion script for a shell
     ///
@@ -44,6 +46,7 @@ fn main() -> ExitCode {
     start_log();
     let done = match cli.command {
         Command::Demo(demo) => demo.run(),
+        Command::Bench(bench) => bench.run(),
         Command::Serve(serve) => serve.run(),
         Command::Join(join) => join.run(),
         Command::Doctor(doctor) => doctor.run(),

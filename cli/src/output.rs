@@ -1,5 +1,6 @@
 //! Lines for programs: one JSON object a line, units in the key names.
 
+use comfy_table::{CellAlignment, Table, presets};
 use fedlane::meter::Phase;
 use fedlane::sys::process;
 use serde_json::{Map, Value, json};
@@ -82,4 +83,15 @@ pub fn phase_text(phase: &Phase) -> String {
 /// A size for people: decimal units, as goodput has them.
 pub fn bytes_text(bytes: u64) -> String {
     indicatif::DecimalBytes(bytes).to_string()
+}
+
+/// A table whose first column is text and whose others are figures.
+pub fn table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY);
+    table.set_header(header);
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
 }

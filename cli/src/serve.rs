@@ -97,10 +97,10 @@ impl Serve {
             output.event(
                 "verified",
                 json!({ "verified": true, "elements": checked.elements,
-                    "largest_error_ulp": checked.largest_error_ulp }),
+                    "largest_error_of_tolerance": checked.largest_error }),
                 &format!(
-                    "verified: {} elements, largest error {:.3} ulp",
-                    checked.elements, checked.largest_error_ulp
+                    "verified: {} elements, largest error {:.2} of the tolerance",
+                    checked.elements, checked.largest_error
                 ),
             );
         }

@@ -45,9 +45,8 @@ pub struct Contribution<'a> {
 pub struct Checked {
     /// Elements compared.
     pub elements: u64,
-    /// Largest distance to the mean, in ulp of the element's dtype (integers: in ones). Up to
-    /// one half is the rounding of the result itself.
-    pub largest_error_ulp: f64,
+    /// Largest distance to the mean, as a part of the tolerance: at most 1.
+    pub largest_error: f64,
 }
 
 /// Compares `result` with the weighted mean of `contributions`, element by element.
@@ -104,7 +103,7 @@ impl Checked {
     fn and(self, other: Checked) -> Checked {
         Checked {
             elements: self.elements + other.elements,
-            largest_error_ulp: self.largest_error_ulp.max(other.largest_error_ulp),
+            largest_error: self.largest_error.max(other.largest_error),
         }
     }
 }
@@ -257,18 +256,17 @@ impl<'a> Worker<'a> {
 
     fn compare(&self, format: Format, offset: u64) -> Result<Checked, ReferenceError> {
         let slack = format.slack(self.shares.len());
-        let (mut wrong, mut largest_error_ulp) = (false, 0.0);
+        let (mut wrong, mut largest_error) = (false, 0.0);
         for (&result, &half) in self.numbers.iter().zip(&self.halves) {
             let difference = Difference::new(format, slack, result, half);
             wrong |= !difference.within();
-            let error_ulp = difference.error / difference.ulp;
-            largest_error_ulp =
-                if error_ulp > largest_error_ulp { error_ulp } else { largest_error_ulp };
+            let share = difference.error / difference.tolerance;
+            largest_error = if share > largest_error { share } else { largest_error };
         }
         if wrong {
             self.explain(format, offset, slack)?;
         }
-        Ok(Checked { elements: self.numbers.len() as u64, largest_error_ulp })
+        Ok(Checked { elements: self.numbers.len() as u64, largest_error })
     }
 
     /// Looks closely at a block with elements outside the tolerance: NaN and infinity have no
@@ -313,13 +311,12 @@ impl<'a> Worker<'a> {
                 });
             }
         }
-        Ok(Checked { elements: self.numbers.len() as u64, largest_error_ulp: 0.0 })
+        Ok(Checked { elements: self.numbers.len() as u64, largest_error: 0.0 })
     }
 }
 
 struct Difference {
     error: f64,
-    ulp: f64,
     tolerance: f64,
 }
 
@@ -332,7 +329,7 @@ impl Difference {
         let binade = f64::from_bits(mean.to_bits() & EXPONENT);
         let ulp = (binade * (2.0 * format.relative_ulp)).max(format.least_ulp);
         let tolerance = 0.5 * ulp + slack.0 * 2.0 * spread + slack.1;
-        Difference { error: 2.0 * (0.5 * result - mean).abs(), ulp, tolerance }
+        Difference { error: 2.0 * (0.5 * result - mean).abs(), tolerance }
     }
 
     /// False for NaN too, and for an infinite mean, whose tolerance is infinite.

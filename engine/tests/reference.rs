@@ -151,7 +151,7 @@ fn a_client_of_weight_zero_is_not_read() {
         Contribution { weight: 2.0, read: &read(&one) },
     ];
     let checked = check(&[(Dtype::F32, 0..4)], &contributions, &read(&one), 1).unwrap();
-    assert_eq!(checked, Checked { elements: 1, largest_error_ulp: 0.0 });
+    assert_eq!(checked, Checked { elements: 1, largest_error: 0.0 });
 }
 
 #[test]
