@@ -18,6 +18,7 @@ pub mod limits;
 pub mod manifest;
 pub mod meter;
 pub mod paths;
+pub mod probe;
 pub mod receiver;
 pub mod reducer;
 pub mod reference;

@@ -97,3 +97,10 @@ pub const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// Characters of a peer's text that are shown.
 pub const MAX_SHOWN_CHARS: usize = 512;
+
+/// Bytes that a probe moves over a path: more than a default socket buffer or pipe takes at
+/// once, so that a path has to come again, and few enough to be done in a millisecond.
+pub const PROBE_BYTES: usize = 1 << 20;
+
+/// How long a probe of one path may take: a thousand times what an idle host needs.
+pub const PROBE_TIMEOUT: Duration = Duration::from_secs(10);

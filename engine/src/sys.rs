@@ -1,6 +1,7 @@
 //! Every unsafe system call, behind safe functions. Nothing here knows about models.
 #![allow(unsafe_code)]
 
+pub mod features;
 pub mod memory;
 pub mod process;
 pub mod socket;

@@ -1,6 +1,7 @@
 //! What this process has used, and what the host still has.
 
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// CPU seconds and page faults of this process since it started (getrusage(2)).
@@ -48,38 +49,55 @@ pub fn available_memory() -> (u64, String) {
     least
 }
 
-/// What each memory cgroup above this process leaves, versions 1 and 2.
-fn cgroup_left() -> Vec<(u64, PathBuf)> {
-    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    groups.lines().flat_map(group_left).collect()
+/// One directory of a control group that bounds this process.
+pub struct CgroupLevel {
+    /// Where its files are.
+    pub directory: PathBuf,
+    /// Whether it is of version 2, whose files have other names.
+    pub unified: bool,
 }
 
-fn group_left(line: &str) -> Vec<(u64, PathBuf)> {
+/// The levels of `controller` above this process, versions 1 and 2, innermost first.
+pub fn cgroup_levels(controller: &str) -> io::Result<Vec<CgroupLevel>> {
+    let groups = fs::read_to_string("/proc/self/cgroup")?;
+    Ok(groups.lines().flat_map(|line| levels_of(line, controller)).collect())
+}
+
+fn levels_of(line: &str, controller: &str) -> Vec<CgroupLevel> {
     let mut parts = line.splitn(3, ':');
     let (Some(_), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next())
     else {
         return Vec::new();
     };
-    let (root, limit, used) = if controllers.is_empty() {
-        ("/sys/fs/cgroup", "memory.max", "memory.current")
-    } else if controllers.split(',').any(|c| c == "memory") {
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
-    } else {
+    let unified = controllers.is_empty();
+    if !unified && !controllers.split(',').any(|c| c == controller) {
         return Vec::new();
-    };
+    }
+    let root = Path::new("/sys/fs/cgroup");
+    let root = if unified { root.to_path_buf() } else { root.join(controller) };
     // A container sees its own group at the root: every level up to it may carry a limit.
-    let whole = Path::new(root).join(path.trim_start_matches('/'));
-    whole
+    root.join(path.trim_start_matches('/'))
         .ancestors()
-        .take_while(|level| level.starts_with(root))
-        .filter_map(|level| {
-            let file = level.join(limit);
-            let bound = number(&file)?;
-            let used = number(&level.join(used))?;
-            let cache = field(&level.join("memory.stat"), "inactive_file").unwrap_or(0);
-            Some((bound.saturating_sub(used).saturating_add(cache), file))
-        })
+        .take_while(|level| level.starts_with(&root))
+        .map(|level| CgroupLevel { directory: level.to_path_buf(), unified })
         .collect()
+}
+
+/// What each memory cgroup above this process leaves.
+fn cgroup_left() -> Vec<(u64, PathBuf)> {
+    cgroup_levels("memory").unwrap_or_default().iter().filter_map(level_left).collect()
+}
+
+fn level_left(level: &CgroupLevel) -> Option<(u64, PathBuf)> {
+    let (limit, used) = match level.unified {
+        true => ("memory.max", "memory.current"),
+        false => ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    };
+    let file = level.directory.join(limit);
+    let bound = number(&file)?;
+    let used = number(&level.directory.join(used))?;
+    let cache = field(&level.directory.join("memory.stat"), "inactive_file").unwrap_or(0);
+    Some((bound.saturating_sub(used).saturating_add(cache), file))
 }
 
 fn number(file: &Path) -> Option<u64> {
