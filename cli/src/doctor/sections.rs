@@ -13,6 +13,9 @@ use super::layout::{Line, Mark, Section};
 /// Fewer open files than this bound even a small session.
 const FEW_OPEN_FILES: u64 = 1024;
 
+/// Less locked memory than this does not hold the pages of one send in flight.
+const SMALL_LOCKED_BYTES: u64 = limits::SEND_STEP_BYTES;
+
 pub fn all(findings: &Findings) -> Vec<Section> {
     let host = &findings.host;
     vec![
@@ -35,19 +38,22 @@ pub fn verdict(findings: &Findings) -> String {
         Fact::Known(name) => *name,
         Fact::Unknown { unknown } => return format!("fedlane cannot run here: {unknown}"),
     };
-    let mut verdict =
-        format!("By default fedlane sends with {send} and receives with {receive} here");
-    for (direction, name) in [(Direction::Send, send), (Direction::Receive, receive)] {
-        let fails =
-            |path: &PathReport| path.direction == direction && path.name == name && !path.works;
-        if findings.paths.iter().any(fails) {
-            verdict += &format!("; but {name} does not work, {}", instead(findings, direction));
-        }
-    }
-    verdict + "."
+    let verdict = format!("By default fedlane sends with {send} and receives with {receive} here");
+    let works = |name, direction| {
+        let mut paths = findings.paths.iter().filter(|path| path.direction == direction);
+        paths.any(|path| path.works && path.name == name)
+    };
+    let broken = match (works(send, Direction::Send), works(receive, Direction::Receive)) {
+        (true, true) => return verdict + ".",
+        (false, true) => instead(findings, Direction::Send, send),
+        (true, false) => instead(findings, Direction::Receive, receive),
+        (false, false) => "neither could be shown to work, see above".to_string(),
+    };
+    format!("{verdict}, but {broken}.")
 }
 
-fn instead(findings: &Findings, direction: Direction) -> String {
+/// What to do about a default that does not work.
+fn instead(findings: &Findings, direction: Direction, broken: &str) -> String {
     let usable =
         |path: &&PathReport| path.direction == direction && path.works && !path.drops_bytes;
     let option = match direction {
@@ -55,8 +61,8 @@ fn instead(findings: &Findings, direction: Direction) -> String {
         Direction::Receive => "--receive-path",
     };
     match findings.paths.iter().find(usable) {
-        Some(path) => format!("choose {option} {}", path.name),
-        None => "and nothing else does".to_string(),
+        Some(path) => format!("{broken} does not work: choose {option} {}", path.name),
+        None => format!("neither {broken} nor anything else works, see above"),
     }
 }
 
@@ -137,7 +143,7 @@ fn memory_lines(memory: &MemoryReport) -> Vec<Line> {
             let room = bytes.saturating_sub(limits::MEMORY_RESERVE_BYTES);
             format!("{}, by {}", BinaryBytes(room), memory.allocatable_bound)
         }),
-        region_line(memory),
+        feature_line(&memory.region.huge),
         plain_line("transparent huge pages", &memory.transparent_huge_pages, |choice| {
             let files = match &memory.transparent_huge_pages_of_memory_files {
                 Fact::Known(choice) => choice.clone(),
@@ -185,19 +191,13 @@ fn cgroup_line(memory: &MemoryReport) -> Line {
     })
 }
 
-fn region_line(memory: &MemoryReport) -> Line {
-    let region = &memory.region;
-    let mark = if memory.region_is_huge() { Mark::Ok } else { Mark::Off };
-    Line::new(mark, "huge pages", &region.detail).helps(region.remedy.as_ref())
-}
-
 fn dev_shm_line(dev_shm: &Fact<SharedMemory>) -> Line {
     let name = "/dev/shm";
     let line = fact_line(name, dev_shm, |shm| {
         let (size, free) = (BinaryBytes(shm.size_bytes), BinaryBytes(shm.free_bytes));
-        match shm.tmpfs {
+        match shm.tmpfs && shm.mounted {
             true => Line::new(Mark::Ok, name, format!("{size}, {free} free")),
-            false => Line::new(Mark::Note, name, "is no tmpfs but a plain directory"),
+            false => Line::new(Mark::Note, name, "no memory is mounted there"),
         }
     });
     line.and("fedlane does not use it: its regions are memory files without a mount")
@@ -221,8 +221,12 @@ fn address_space_line(limit: &ResourceLimit) -> Line {
 }
 
 fn locked_line(limit: &ResourceLimit) -> Line {
-    Line::new(Mark::Ok, "locked memory limit", limit_text(limit.soft))
-        .and("bounds only MSG_ZEROCOPY and io_uring")
+    let mark = match limit.soft {
+        Limit::At(bytes) if bytes < SMALL_LOCKED_BYTES => Mark::Note,
+        _ => Mark::Ok,
+    };
+    Line::new(mark, "locked memory limit", limit_text(limit.soft))
+        .and("bounds only MSG_ZEROCOPY and io_uring, and not for root")
 }
 
 fn socket_lines(sockets: &SocketReport) -> Vec<Line> {
@@ -265,12 +269,17 @@ fn open_files_line(limit: &ResourceLimit) -> Line {
 fn pipe_line(sockets: &SocketReport) -> Line {
     let name = "pipes";
     fact_line(name, &sockets.pipe_granted_bytes, |&granted| {
-        let text = format!("{} granted", BinaryBytes(granted));
+        let text = match &sockets.pipe_max_bytes {
+            Fact::Known(most) => {
+                format!("{} granted, {} at most", BinaryBytes(granted), BinaryBytes(*most))
+            }
+            Fact::Unknown { .. } => format!("{} granted", BinaryBytes(granted)),
+        };
         if granted >= limits::PIPE_BYTES as u64 {
             return Line::new(Mark::Ok, name, text);
         }
         let wanted = limits::PIPE_BYTES;
-        Line::new(Mark::Note, name, format!("{text} of {}", BinaryBytes(wanted as u64)))
+        Line::new(Mark::Note, name, format!("{text}; {} wanted", BinaryBytes(wanted as u64)))
             .and(format!("helps: as root: sysctl fs.pipe-max-size={wanted}"))
     })
 }

@@ -6,9 +6,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::fs::MemfdFlags;
 use rustix::net::SendFlags;
 use rustix::pipe::{self, PipeFlags, SpliceFlags};
-use rustix::thread::CapabilitySet;
 
 use super::obstacle::Obstacle;
+use super::sockets::may_ask_for;
 use super::trial::Pair;
 use super::{Feature, State, files};
 use crate::sys::{features as sys, socket};
@@ -102,7 +102,7 @@ fn io_uring() -> Tried {
     }
 }
 
-/// Three different hands may have refused.
+/// More than one hand may have refused.
 fn ring_obstacle(error: &io::Error) -> Obstacle {
     let switch = files::number("/proc/sys/kernel/io_uring_disabled").ok();
     match (error.raw_os_error(), switch) {
@@ -113,6 +113,11 @@ fn ring_obstacle(error: &io::Error) -> Obstacle {
         (Some(libc::EPERM), Some(1)) => Obstacle::new(
             "kernel.io_uring_disabled is 1: only for its group",
             "join the group kernel.io_uring_group, or as root: sysctl kernel.io_uring_disabled=0",
+        ),
+        (Some(libc::ENOMEM), _) => Obstacle::new(
+            "a ring finds no memory that may be locked",
+            "raise the limit of locked memory: `ulimit -l unlimited`, or LimitMEMLOCK= of a \
+             service",
         ),
         _ => Obstacle::io("io_uring_setup", error),
     }
@@ -149,7 +154,8 @@ fn ktls() -> Tried {
         let remedy = "as root: modprobe tls (needs a kernel built with CONFIG_TLS)";
         Lack::Off(Obstacle::new("the kernel has no tls module loaded", remedy))
     };
-    if !may_try_tls()? {
+    let unknown = |why| Lack::Unknown(Obstacle::new(why, "look on the host itself"));
+    if !may_ask_for("tls", ULPS).map_err(unknown)? {
         return Err(absent());
     }
     let pair = pair()?;
@@ -157,22 +163,5 @@ fn ktls() -> Tried {
         Ok(()) => Ok("a socket takes the tls protocol".to_string()),
         Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Err(absent()),
         Err(error) => Err(off("TCP_ULP tls")(error)),
-    }
-}
-
-/// A privileged process that asks for a protocol that is not there makes the kernel load it, and
-/// a probe must change nothing.
-fn may_try_tls() -> Result<bool, Lack> {
-    match files::words(ULPS) {
-        Ok(names) => Ok(names.iter().any(|name| name == "tls")),
-        Err(why) => {
-            let can_load = rustix::thread::capabilities(None)
-                .map_or(true, |sets| sets.effective.contains(CapabilitySet::NET_ADMIN));
-            if can_load {
-                let remedy = "look on the host itself, in the file named";
-                return Err(Lack::Unknown(Obstacle::new(why, remedy)));
-            }
-            Ok(true)
-        }
     }
 }

@@ -2,13 +2,14 @@
 
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use rustix::process::Resource;
 use serde::Serialize;
 
 use super::obstacle::Obstacle;
-use super::{Fact, ResourceLimit, files};
+use super::{Fact, Feature, ResourceLimit, State, files};
 use crate::error::RegionError;
 use crate::region::Region;
 use crate::sys::memory::{HUGE_PAGE_BYTES, Mapping, Pages};
@@ -62,8 +63,10 @@ pub struct MemoryLimit {
 /// The file system on `/dev/shm`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SharedMemory {
-    /// Whether it is memory; otherwise it is a plain directory.
+    /// Whether it is memory.
     pub tmpfs: bool,
+    /// Whether something is mounted there; otherwise it is a directory of `/dev`.
+    pub mounted: bool,
     /// Its size.
     pub size_bytes: u64,
     /// What is free of it.
@@ -88,10 +91,9 @@ pub struct RegionReport {
     pub pages: Fact<&'static str>,
     /// Bytes of the region that really are mapped with huge pages.
     pub huge_mapped_bytes: Fact<u64>,
-    /// What was seen: without huge pages, why.
-    pub detail: String,
-    /// What would change it.
-    pub remedy: Option<String>,
+    /// Whether it is on huge pages, and why not.
+    #[serde(flatten)]
+    pub huge: Feature,
 }
 
 pub fn report() -> MemoryReport {
@@ -149,12 +151,14 @@ fn limits(level: &CgroupLevel) -> Vec<MemoryLimit> {
 }
 
 fn dev_shm(directory: &Path) -> Result<SharedMemory, String> {
-    let failed = |error| format!("{} cannot be looked at: {error}", directory.display());
-    let stat = rustix::fs::statfs(directory).map_err(failed)?;
+    let failed = |error: io::Error| format!("{} cannot be looked at: {error}", directory.display());
+    let stat = rustix::fs::statfs(directory).map_err(|error| failed(error.into()))?;
+    let device = |path: &Path| fs::metadata(path).map(|data| data.dev()).map_err(failed);
     // The kernel's types differ between architectures, the values are never negative.
     let block_bytes = stat.f_bsize as u64;
     Ok(SharedMemory {
         tmpfs: stat.f_type as u64 == TMPFS_MAGIC,
+        mounted: device(directory)? != device(&directory.join(".."))?,
         size_bytes: block_bytes.saturating_mul(stat.f_blocks),
         free_bytes: block_bytes.saturating_mul(stat.f_bavail),
     })
@@ -187,19 +191,25 @@ fn region() -> RegionReport {
         Err(error) => return no_region(&error),
     };
     let mapped = huge_mapped_bytes(region.bytes().as_ptr() as usize);
-    let pages = Fact::Known(if region.pages() == Pages::Huge { "huge" } else { "base" });
+    let pages = region.pages();
     drop(region);
-    let lands = mapped.as_ref().is_ok_and(|&bytes| bytes >= HUGE_PAGE_BYTES);
-    let (detail, remedy) = match (&pages, lands) {
-        (Fact::Known("huge"), true) => ("a region of 2 MiB is on one huge page".to_string(), None),
-        (_, true) => ("memory files get huge pages from the kernel here".to_string(), None),
-        (Fact::Known("huge"), false) => granted_not_mapped(&mapped),
-        (_, false) => match Mapping::new(HUGE_PAGE_BYTES, Pages::Huge) {
-            Ok(_) => ("huge pages were refused once and granted once".to_string(), None),
-            Err(error) => refused(&error),
-        },
+    let seen = match (&mapped, pages) {
+        (Ok(bytes), _) if *bytes >= HUGE_PAGE_BYTES => Ok("a region of 2 MiB is on one huge page"),
+        (_, Pages::Base) => Err(why_refused()),
+        (Ok(_), Pages::Huge) => Err(why_small()),
+        (Err(why), Pages::Huge) => {
+            Err((State::Unknown, Obstacle { why: why.clone(), remedy: None }))
+        }
     };
-    RegionReport { pages, huge_mapped_bytes: mapped.into(), detail, remedy }
+    let (state, detail, remedy) = match seen {
+        Ok(detail) => (State::Ok, detail.to_string(), None),
+        Err((state, Obstacle { why, remedy })) => (state, why, remedy),
+    };
+    RegionReport {
+        pages: Fact::Known(if pages == Pages::Huge { "huge" } else { "base" }),
+        huge_mapped_bytes: mapped.into(),
+        huge: Feature { name: "huge pages", state, detail, remedy },
+    }
 }
 
 fn no_region(error: &RegionError) -> RegionReport {
@@ -207,8 +217,7 @@ fn no_region(error: &RegionError) -> RegionReport {
     RegionReport {
         pages: Fact::Unknown { unknown: why.clone() },
         huge_mapped_bytes: Fact::Unknown { unknown: why.clone() },
-        detail: why,
-        remedy,
+        huge: Feature { name: "huge pages", state: State::Unknown, detail: why, remedy },
     }
 }
 
@@ -223,39 +232,53 @@ pub fn obstacle(error: &RegionError) -> Obstacle {
     }
 }
 
-/// The kernel makes a tmpfs with huge pages even where it will not fill it with them.
-fn granted_not_mapped(mapped: &Result<u64, String>) -> (String, Option<String>) {
-    if let Err(why) = mapped {
-        return (format!("huge pages were granted; whether they came is unknown: {why}"), None);
-    }
-    if files::chosen(format!("{THP}/shmem_enabled")).is_ok_and(|choice| choice == "deny") {
-        let why = "transparent huge pages of memory files are denied for the whole host";
-        let remedy = format!("as root: echo never > {THP}/shmem_enabled");
-        return (why.to_string(), Some(remedy));
-    }
-    let why = "huge pages were granted, but the kernel had none free or mapped small ones";
-    let remedy = "free memory, or defragment it, as root: echo 1 > /proc/sys/vm/compact_memory";
-    (why.to_string(), Some(remedy.to_string()))
+/// Why a region has small pages although its tmpfs was made for huge ones: the kernel makes such
+/// a tmpfs even where it will not fill it so.
+fn why_small() -> (State, Obstacle) {
+    let denied = files::chosen(format!("{THP}/shmem_enabled")).is_ok_and(|choice| choice == "deny");
+    let obstacle = match denied {
+        true => Obstacle::new(
+            "huge pages of memory files are denied on this host",
+            format!("as root: echo never > {THP}/shmem_enabled"),
+        ),
+        false => Obstacle::new(
+            "the kernel gave small pages where huge ones were asked for: it has none free",
+            "free memory, or as root: echo 1 > /proc/sys/vm/compact_memory",
+        ),
+    };
+    (State::Off, obstacle)
 }
 
-/// Why a tmpfs with huge pages cannot be made.
-fn refused(error: &io::Error) -> (String, Option<String>) {
-    let why = format!("a region of 2 MiB is on base pages: no tmpfs with huge pages: {error}");
-    let remedy = match error.raw_os_error() {
-        Some(libc::EPERM | libc::EACCES) => format!(
-            "give the process CAP_SYS_ADMIN, or start it by `unshare -Urm`, or as root: echo \
-             always > {THP}/shmem_enabled"
+/// Why there is no tmpfs with huge pages. A region does not say, so it is tried again.
+fn why_refused() -> (State, Obstacle) {
+    match Mapping::new(HUGE_PAGE_BYTES, Pages::Huge) {
+        Err(error) => (State::Off, tmpfs_obstacle(&error)),
+        Ok(_) => (
+            State::Unknown,
+            Obstacle::new("huge pages were refused once and granted once", "try again"),
+        ),
+    }
+}
+
+fn tmpfs_obstacle(error: &io::Error) -> Obstacle {
+    let why = format!("a tmpfs with huge pages cannot be made: {error}");
+    match error.raw_os_error() {
+        Some(libc::EPERM | libc::EACCES) => Obstacle::new(
+            why,
+            format!(
+                "give the process CAP_SYS_ADMIN, or start it by `unshare -Urm`, or as root: \
+                 echo always > {THP}/shmem_enabled"
+            ),
         ),
         Some(libc::ENOSYS) => {
-            "use Linux 5.2 or newer, and a seccomp profile that allows fsopen".to_string()
+            Obstacle::new(why, "use Linux 5.2 or newer, and a seccomp profile that allows fsopen")
         }
-        Some(libc::EINVAL) => {
-            "use a kernel built with CONFIG_TRANSPARENT_HUGEPAGE on a CPU that has huge pages"
-                .to_string()
-        }
-        _ => return (why, Obstacle::io("", error).remedy),
-    };
-    (why, Some(remedy))
+        Some(libc::EINVAL) => Obstacle::new(
+            why,
+            "use a kernel built with CONFIG_TRANSPARENT_HUGEPAGE, on a CPU that has huge pages",
+        ),
+        _ => Obstacle::io("a tmpfs with huge pages cannot be made", error),
+    }
 }
 
 /// How much of the mapping that holds `address` is mapped with huge pages.
@@ -280,13 +303,6 @@ fn holds(line: &str, address: usize) -> bool {
 fn range(line: &str) -> Option<(usize, usize)> {
     let (start, end) = line.split_whitespace().next()?.split_once('-')?;
     Some((usize::from_str_radix(start, 16).ok()?, usize::from_str_radix(end, 16).ok()?))
-}
-
-impl MemoryReport {
-    /// Whether the region of this report really is on huge pages.
-    pub fn region_is_huge(&self) -> bool {
-        self.region.huge_mapped_bytes.known().is_some_and(|&bytes| bytes >= HUGE_PAGE_BYTES)
-    }
 }
 
 #[cfg(test)]

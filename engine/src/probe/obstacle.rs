@@ -33,6 +33,7 @@ fn remedy(error: &io::Error) -> Option<&'static str> {
              the container or service"
         }
         libc::ENOSYS => "use a kernel that has the call, or a seccomp profile that allows it",
+        libc::ENOENT => "mount what is missing: paths and rings need the usual /proc and /dev",
         libc::ENETUNREACH | libc::EADDRNOTAVAIL => "bring loopback up, as root: ip link set lo up",
         _ => return None,
     })

@@ -3,9 +3,11 @@
 use std::net::TcpListener;
 use std::os::fd::AsFd;
 
+use rustix::io::Errno;
 use rustix::net::sockopt;
 use rustix::pipe::{self, PipeFlags};
 use rustix::process::Resource;
+use rustix::thread::CapabilitySet;
 use serde::Serialize;
 
 use super::obstacle::Obstacle;
@@ -13,6 +15,7 @@ use super::{Fact, Feature, ResourceLimit, State, files};
 use crate::limits;
 
 const IPV4: &str = "/proc/sys/net/ipv4";
+const AVAILABLE: &str = "/proc/sys/net/ipv4/tcp_available_congestion_control";
 
 /// What bounds sockets and pipes.
 #[derive(Clone, Debug, Serialize)]
@@ -62,14 +65,10 @@ pub fn report() -> SocketReport {
         receive_buffer_max_bytes: files::number("/proc/sys/net/core/rmem_max").into(),
         send_buffer_max_bytes: files::number("/proc/sys/net/core/wmem_max").into(),
         congestion_control: files::text(format!("{IPV4}/tcp_congestion_control")).into(),
-        congestion_controls_available: available().into(),
+        congestion_controls_available: files::words(AVAILABLE).into(),
         congestion_controls_allowed: allowed().into(),
         cubic: cubic(),
     }
-}
-
-fn available() -> Result<Vec<String>, String> {
-    files::words(format!("{IPV4}/tcp_available_congestion_control"))
 }
 
 fn allowed() -> Result<Vec<String>, String> {
@@ -95,27 +94,47 @@ fn pipe_granted() -> Result<u64, String> {
     Ok(bytes as u64)
 }
 
+/// Whether `name` may be asked for: whether it is in the kernel's list in `file`. A privileged
+/// process that asks for a protocol that is not there makes the kernel load it, and a probe must
+/// change nothing.
+pub fn may_ask_for(name: &str, file: &str) -> Result<bool, String> {
+    let can_load = || {
+        rustix::thread::capabilities(None)
+            .map_or(true, |sets| sets.effective.contains(CapabilitySet::NET_ADMIN))
+    };
+    match files::words(file) {
+        Ok(names) => Ok(names.iter().any(|known| known == name)),
+        Err(why) if can_load() => Err(why),
+        Err(_) => Ok(true),
+    }
+}
+
 fn cubic() -> Feature {
     let (state, detail, remedy) = match try_cubic() {
         Ok(()) => (State::Ok, "a socket can have it".to_string(), None),
-        Err(Obstacle { why, remedy }) => (State::Off, why, remedy),
+        Err((state, Obstacle { why, remedy })) => (state, why, remedy),
     };
     Feature { name: "cubic", state, detail, remedy }
 }
 
-fn try_cubic() -> Result<(), Obstacle> {
-    let failed = |error| Obstacle::io("no socket", &error);
-    let socket = TcpListener::bind("127.0.0.1:0").map_err(failed)?;
-    // Asking for one that is not there would make the kernel load a module.
-    if available().is_ok_and(|names| names.iter().all(|name| name != "cubic")) {
-        return Err(Obstacle::new("the kernel has it not loaded", "as root: modprobe tcp_cubic"));
+fn try_cubic() -> Result<(), (State, Obstacle)> {
+    let unknown = |why| (State::Unknown, Obstacle { why, remedy: None });
+    let absent = || {
+        let why = "the kernel has it not loaded";
+        (State::Off, Obstacle::new(why, "as root: modprobe tcp_cubic"))
+    };
+    if !may_ask_for("cubic", AVAILABLE).map_err(unknown)? {
+        return Err(absent());
     }
+    let socket = TcpListener::bind("127.0.0.1:0")
+        .map_err(|error| (State::Unknown, Obstacle::io("no socket", &error)))?;
     sockopt::set_tcp_congestion(socket.as_fd(), "cubic").map_err(|error| match error {
-        rustix::io::Errno::PERM => Obstacle::new(
-            "this user may not choose it",
-            format!("as root: sysctl net.ipv4.tcp_allowed_congestion_control=\"{}\"", wider()),
-        ),
-        error => Obstacle::io("setting it", &error.into()),
+        Errno::NOENT => absent(),
+        Errno::PERM => {
+            let wider = format!("sysctl net.ipv4.tcp_allowed_congestion_control=\"{}\"", wider());
+            (State::Off, Obstacle::new("this user may not choose it", format!("as root: {wider}")))
+        }
+        error => (State::Off, Obstacle::io("setting it", &error.into())),
     })
 }
 

@@ -72,11 +72,13 @@ pub struct Defaults {
 /// not work, and no more.
 pub fn paths() -> Vec<PathReport> {
     let send = SendKind::all().map(|kind| {
-        let outcome = in_time(move |pair| carry(pair, kind, ReceiveKind::default()));
+        let outcome =
+            in_time(limits::PROBE_TIMEOUT, move |pair| carry(pair, kind, ReceiveKind::default()));
         PathReport::new(Direction::Send, kind.name(), kind.summary(), false, outcome)
     });
     let receive = ReceiveKind::all().map(|kind| {
-        let outcome = in_time(move |pair| carry(pair, plain_sender()?, kind));
+        let outcome =
+            in_time(limits::PROBE_TIMEOUT, move |pair| carry(pair, plain_sender()?, kind));
         let drops = kind.lands() == Lands::Nowhere;
         PathReport::new(Direction::Receive, kind.name(), kind.summary(), drops, outcome)
     });
@@ -135,6 +137,7 @@ impl PathReport {
 
 /// Runs `trial` on a thread of its own and waits for it, but not for ever.
 fn in_time(
+    timeout: Duration,
     trial: impl FnOnce(&Pair) -> Result<u64, Obstacle> + Send + 'static,
 ) -> Result<u64, Obstacle> {
     let pair = Arc::new(Pair::new()?);
@@ -148,7 +151,7 @@ fn in_time(
         let _ = tell.send(outcome);
     });
     let thread = thread.map_err(|error| Obstacle::io("no thread for the trial", &error))?;
-    match told.recv_timeout(limits::PROBE_TIMEOUT) {
+    match told.recv_timeout(timeout) {
         Ok(outcome) => {
             // It has said its last word and ends by itself.
             let _ = thread.join();
@@ -157,7 +160,7 @@ fn in_time(
         Err(mpsc::RecvTimeoutError::Timeout) => {
             pair.end();
             Err(Obstacle {
-                why: format!("nothing came of it in {} s", limits::PROBE_TIMEOUT.as_secs()),
+                why: format!("no end in {} s", timeout.as_secs_f32()),
                 remedy: Some("try again when the host is less busy".to_string()),
             })
         }
@@ -373,7 +376,21 @@ mod tests {
 
     #[test]
     fn a_trial_that_breaks_off_is_reported() {
-        let outcome = in_time(|_| panic!("on purpose"));
+        let outcome = in_time(limits::PROBE_TIMEOUT, |_| panic!("on purpose"));
         assert_eq!(outcome.unwrap_err().why, "the trial broke off");
+    }
+
+    #[test]
+    fn a_trial_that_hangs_is_given_up_and_its_sockets_end() {
+        let (tell, told) = mpsc::channel();
+        let outcome = in_time(Duration::from_millis(10), move |pair| {
+            while !matches!(std::io::Read::read(&mut &pair.receiver, &mut [0]), Ok(0)) {
+                std::thread::yield_now();
+            }
+            tell.send(()).unwrap();
+            Ok(0)
+        });
+        assert_eq!(outcome.unwrap_err().why, "no end in 0.01 s");
+        told.recv_timeout(limits::PROBE_TIMEOUT).unwrap();
     }
 }
