@@ -96,9 +96,17 @@ fn line_text(line: &Line) -> String {
     let names = TEXT_COLUMN - NAME_COLUMN;
     let marks = NAME_COLUMN - 2 - mark.len();
     let mut text = format!("  {style}{mark}{style:#}{:marks$}{:<names$}", "", line.name);
-    let paragraphs: Vec<String> = line.texts.iter().map(|text| wrap(text, TEXT_COLUMN)).collect();
-    // The first one begins on the line of the name.
-    text += paragraphs.join("\n").trim_start();
+    let mut paragraphs = line.texts.iter();
+    if let Some(first) = paragraphs.next() {
+        // It begins on the line of the name.
+        text += wrap(first, TEXT_COLUMN).trim_start();
+    }
+    for paragraph in paragraphs {
+        let longest = paragraph.split(' ').map(str::len).max().unwrap_or(0);
+        let column = if TEXT_COLUMN + longest > COLUMNS { NAME_COLUMN } else { TEXT_COLUMN };
+        text += "\n";
+        text += &wrap(paragraph, column);
+    }
     text + "\n"
 }
 

@@ -113,7 +113,9 @@ fn quota_line(cpu: &CpuReport) -> Line {
         if limits.is_empty() {
             return Line::new(Mark::Ok, name, "none");
         }
-        let texts = limits.iter().map(|limit| format!("{} cores: {}", limit.cores, limit.file));
+        let texts = limits
+            .iter()
+            .flat_map(|limit| [format!("{} cores, set in", limit.cores), limit.file.clone()]);
         Line { mark: Mark::Note, name, texts: texts.collect() }
     })
 }
@@ -139,10 +141,7 @@ fn memory_lines(memory: &MemoryReport) -> Vec<Line> {
     vec![
         memory_line(memory),
         cgroup_line(memory),
-        plain_line("room for a model", &memory.allocatable_bytes, |&bytes| {
-            let room = bytes.saturating_sub(limits::MEMORY_RESERVE_BYTES);
-            format!("{}, by {}", BinaryBytes(room), memory.allocatable_bound)
-        }),
+        room_line(memory),
         feature_line(&memory.region.huge),
         plain_line("transparent huge pages", &memory.transparent_huge_pages, |choice| {
             let files = match &memory.transparent_huge_pages_of_memory_files {
@@ -174,18 +173,30 @@ fn memory_line(memory: &MemoryReport) -> Line {
     })
 }
 
+fn room_line(memory: &MemoryReport) -> Line {
+    let name = "room for a model";
+    fact_line(name, &memory.allocatable_bytes, |&bytes| {
+        let room = bytes.saturating_sub(limits::MEMORY_RESERVE_BYTES);
+        let mark = if room == 0 { Mark::Off } else { Mark::Ok };
+        let reserve = BinaryBytes(limits::MEMORY_RESERVE_BYTES);
+        Line::new(mark, name, format!("{}; {reserve} are left free", BinaryBytes(room)))
+            .and(format!("bounded by {}", memory.allocatable_bound))
+    })
+}
+
 fn cgroup_line(memory: &MemoryReport) -> Line {
     let name = "memory limits (cgroup)";
     fact_line(name, &memory.cgroup_limits, |limits| {
         if limits.is_empty() {
             return Line::new(Mark::Ok, name, "none");
         }
-        let texts = limits.iter().map(|limit| {
+        let texts = limits.iter().flat_map(|limit| {
             let used = match &limit.used_bytes {
                 Fact::Known(bytes) => format!("{} used", BinaryBytes(*bytes)),
                 Fact::Unknown { .. } => "use unknown".to_string(),
             };
-            format!("{}, {used}: {}", BinaryBytes(limit.limit_bytes), limit.file)
+            let bound = BinaryBytes(limit.limit_bytes);
+            [format!("{bound}, {used}, set in"), limit.file.clone()]
         });
         Line { mark: Mark::Note, name, texts: texts.collect() }
     })

@@ -109,7 +109,8 @@ fn features() -> Vec<CpuFeature> {
 
 #[cfg(test)]
 mod tests {
-    use super::count;
+    use super::{count, quota};
+    use crate::sys::process::CgroupLevel;
 
     #[test]
     fn lists_of_cores() {
@@ -118,5 +119,23 @@ mod tests {
         for bad in ["", "3-1", "a", "0-", "0,,1"] {
             assert_eq!(count(bad), None, "{bad}");
         }
+    }
+
+    #[test]
+    fn quotas_of_control_groups_of_both_versions() {
+        let directory = tempfile::tempdir().unwrap();
+        let write = |name, text| std::fs::write(directory.path().join(name), text).unwrap();
+        let cores = |unified| {
+            let level = CgroupLevel { directory: directory.path().to_path_buf(), unified };
+            quota(&level).map(|limit| limit.cores)
+        };
+        assert_eq!((cores(true), cores(false)), (None, None));
+        write("cpu.max", "max 100000\n");
+        write("cpu.cfs_quota_us", "-1\n");
+        write("cpu.cfs_period_us", "100000\n");
+        assert_eq!((cores(true), cores(false)), (None, None));
+        write("cpu.max", "150000 100000\n");
+        write("cpu.cfs_quota_us", "50000\n");
+        assert_eq!((cores(true), cores(false)), (Some(1.5), Some(0.5)));
     }
 }

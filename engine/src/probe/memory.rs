@@ -6,6 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use rustix::process::Resource;
+use rustix::thread::CapabilitySet;
 use serde::Serialize;
 
 use super::obstacle::Obstacle;
@@ -226,7 +227,7 @@ pub fn obstacle(error: &RegionError) -> Obstacle {
     match error {
         RegionError::Map { source, .. } => Obstacle::io("a region cannot be mapped", source),
         RegionError::NoMemory { bound, available, .. } => Obstacle::new(
-            format!("no memory for a region: {bound} leaves {available} bytes"),
+            format!("no memory for a region: {bound} leaves {} MiB", available >> 20),
             "free memory, or allow more of it",
         ),
     }
@@ -262,8 +263,10 @@ fn why_refused() -> (State, Obstacle) {
 
 fn tmpfs_obstacle(error: &io::Error) -> Obstacle {
     let why = format!("a tmpfs with huge pages cannot be made: {error}");
+    let may_mount = rustix::thread::capabilities(None)
+        .is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN));
     match error.raw_os_error() {
-        Some(libc::EPERM | libc::EACCES) => Obstacle::new(
+        Some(libc::EPERM) if !may_mount => Obstacle::new(
             why,
             format!(
                 "give the process CAP_SYS_ADMIN, or start it by `unshare -Urm`, or as root: \
@@ -309,7 +312,8 @@ fn range(line: &str) -> Option<(usize, usize)> {
 mod tests {
     use std::path::Path;
 
-    use super::{dev_shm, huge_mapped_in};
+    use super::{Fact, dev_shm, huge_mapped_in, limits};
+    use crate::sys::process::CgroupLevel;
 
     const SMAPS: &str = "\
 7f0000000000-7f0000200000 rw-s 00000000 00:1b 5 /memfd:a (deleted)
@@ -335,5 +339,23 @@ Size:                  4 kB
     fn a_missing_directory_is_an_error_that_names_it() {
         let error = dev_shm(Path::new("/no/such/place")).unwrap_err();
         assert!(error.contains("/no/such/place"), "{error}");
+    }
+
+    #[test]
+    fn bounds_of_control_groups_of_both_versions() {
+        let directory = tempfile::tempdir().unwrap();
+        let write = |name, text| std::fs::write(directory.path().join(name), text).unwrap();
+        let level = |unified| CgroupLevel { directory: directory.path().to_path_buf(), unified };
+        assert!(limits(&level(true)).is_empty() && limits(&level(false)).is_empty());
+        write("memory.limit_in_bytes", "9223372036854771712\n");
+        write("memory.max", "max\n");
+        write("memory.high", "4096\n");
+        assert!(limits(&level(false)).is_empty());
+        let bounds = limits(&level(true));
+        assert_eq!((bounds.len(), bounds[0].limit_bytes), (1, 4096));
+        assert!(matches!(bounds[0].used_bytes, Fact::Unknown { .. }));
+        write("memory.max", "8192\n");
+        write("memory.current", "512\n");
+        assert_eq!(limits(&level(true))[0].used_bytes, Fact::Known(512));
     }
 }
