@@ -4,7 +4,7 @@ mod door;
 mod gather;
 mod round;
 
-use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
@@ -114,7 +114,7 @@ impl Aggregator {
     ) -> Result<Aggregator, AggregatorError> {
         check(&config)?;
         let listen = |source| AggregatorError::Listen { address: address.to_string(), source };
-        let listener = TcpListener::bind(&address).map_err(listen)?;
+        let listener = control::listen(&address, &config.congestion).map_err(listen)?;
         let bound = listener.local_addr().map_err(listen)?;
         let (sender, events) = std::sync::mpsc::channel();
         let door =

@@ -130,12 +130,11 @@ impl Client {
         config: ClientConfig,
         manifest: &Manifest,
     ) -> Result<Client, ClientError> {
-        let dialled = dial(&address, config.deadline);
+        let dialled = control::dial(&address, &config.congestion, config.deadline);
         let mut socket =
             dialled.map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
         let address = socket.peer_addr()?;
         let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
-        socket.set_nodelay(true)?;
         socket.set_read_timeout(Some(config.deadline))?;
         let writer = Arc::new(Writer::new(&socket, config.deadline)?);
         control::write_fixed(&mut socket, &Preamble::new(Channel::Control))
@@ -477,17 +476,6 @@ impl Drop for Client {
     }
 }
 
-fn dial(address: &impl ToSocketAddrs, deadline: Duration) -> std::io::Result<TcpStream> {
-    let mut last = std::io::Error::new(std::io::ErrorKind::NotFound, "the name has no address");
-    for candidate in address.to_socket_addrs()? {
-        match TcpStream::connect_timeout(&candidate, deadline) {
-            Ok(socket) => return Ok(socket),
-            Err(error) => last = error,
-        }
-    }
-    Err(last)
-}
-
 /// The plan comes when the last client has joined; until then only signs of life do.
 fn await_plan(socket: &mut TcpStream, address: SocketAddr) -> Result<Plan, ClientError> {
     let address = address.to_string();
@@ -552,9 +540,8 @@ fn open_stream(
 ) -> Result<TcpStream, ClientError> {
     let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
     let deadline = Duration::from_millis(plan.deadline_ms);
-    let mut socket = TcpStream::connect_timeout(&address, deadline)
+    let mut socket = control::dial(address, &config.congestion, deadline)
         .map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
-    control::prepare_socket(&socket, &config.congestion)?;
     socket.set_read_timeout(Some(deadline))?;
     let hello = DataHello::new(plan.session, plan.client, stream, &plan.ticket);
     control::write_fixed(&mut socket, &Preamble::new(Channel::Data))

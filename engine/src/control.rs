@@ -2,8 +2,8 @@
 //! accepting have in common.
 
 use std::io::{self, Read, Write};
-use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
-use std::os::fd::AsFd;
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -12,6 +12,7 @@ use std::time::Duration;
 use rustix::net::sockopt;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use socket2::{Domain, Protocol, Socket, Type};
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::error::ControlError;
@@ -156,35 +157,80 @@ impl Drop for Heartbeat {
     }
 }
 
-/// Which congestion control data sockets use.
+/// Which congestion control sockets use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Congestion {
-    /// CUBIC to a peer on this host, where pacing (BBR) halves the throughput; the kernel's
-    /// default to every other.
+    /// One without pacing to a peer on this host, where pacing (BBR) halves the throughput; the
+    /// kernel's default to every other.
     #[default]
     Auto,
     /// The named one.
     Named(String),
 }
 
-/// Prepares a connected socket: no delay, and the congestion control.
-pub fn prepare_socket(socket: &TcpStream, congestion: &Congestion) -> io::Result<()> {
-    socket.set_nodelay(true)?;
+/// Without pacing; the second may be used by everyone.
+const UNPACED: [&str; 2] = ["cubic", "reno"];
+
+/// Listens on `address`.
+pub fn listen(address: impl ToSocketAddrs, congestion: &Congestion) -> io::Result<TcpListener> {
+    let listener = TcpListener::bind(address)?;
+    start_congestion(listener.as_fd(), congestion)?;
+    Ok(listener)
+}
+
+/// Connects to the first of the addresses that answers within `deadline`.
+pub fn dial(
+    address: impl ToSocketAddrs,
+    congestion: &Congestion,
+    deadline: Duration,
+) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for candidate in address.to_socket_addrs()? {
+        let domain = Domain::for_address(candidate);
+        let socket = Socket::new(domain, Type::STREAM, Some(Protocol::TCP))?;
+        start_congestion(socket.as_fd(), congestion)?;
+        match socket.connect_timeout(&candidate.into(), deadline) {
+            Ok(()) => {
+                let socket = TcpStream::from(socket);
+                settle(&socket, congestion)?;
+                return Ok(socket);
+            }
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}
+
+/// Chooses before there is a connection: one that began with BBR stays paced for ever.
+fn start_congestion(socket: BorrowedFd<'_>, congestion: &Congestion) -> io::Result<()> {
     match congestion {
-        Congestion::Named(name) => sockopt::set_tcp_congestion(socket.as_fd(), name).map_err(|error| {
+        Congestion::Named(name) => sockopt::set_tcp_congestion(socket, name).map_err(|error| {
+            let error = io::Error::from(error);
             io::Error::new(
-                io::Error::from(error).kind(),
-                format!("congestion control \"{name}\" cannot be used on this host: {error}; see /proc/sys/net/ipv4/tcp_allowed_congestion_control"),
+                error.kind(),
+                format!(
+                    "congestion control \"{name}\" cannot be used here ({error}); see \
+                     /proc/sys/net/ipv4/tcp_allowed_congestion_control"
+                ),
             )
         }),
         Congestion::Auto => {
-            if is_same_host(socket) {
-                // Without CUBIC the default serves too, only slower.
-                let _ = sockopt::set_tcp_congestion(socket.as_fd(), "cubic");
-            }
+            // Where none can be had the default serves too, only slower.
+            let _ = UNPACED.iter().any(|name| sockopt::set_tcp_congestion(socket, name).is_ok());
             Ok(())
         }
     }
+}
+
+/// Prepares a connected socket: no delay, and the kernel's congestion control to other hosts.
+pub fn settle(socket: &TcpStream, congestion: &Congestion) -> io::Result<()> {
+    socket.set_nodelay(true)?;
+    if *congestion == Congestion::Auto && !is_same_host(socket) {
+        let default = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_congestion_control");
+        // Without it the connection keeps what it began with.
+        let _ = sockopt::set_tcp_congestion(socket.as_fd(), default.unwrap_or_default().trim());
+    }
+    Ok(())
 }
 
 fn is_same_host(socket: &TcpStream) -> bool {

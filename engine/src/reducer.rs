@@ -382,6 +382,14 @@ impl AccumulatorLayout {
         self.bytes
     }
 
+    /// Whether every sum stands where its element stands in the data section, and is as large:
+    /// then the mean can take the place of the sums, and no second region is needed.
+    pub fn is_in_place(&self) -> bool {
+        self.runs
+            .iter()
+            .all(|run| run.start == run.data.start && run.sum_bytes == run.element_bytes)
+    }
+
     /// Where the accumulator holds a chunk: bytes `chunk` of the data section, whole elements
     /// inside one run of `dtype`.
     ///

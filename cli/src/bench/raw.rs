@@ -1,7 +1,7 @@
 //! Plain sockets, as anyone would write them: the baseline.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Barrier;
@@ -9,7 +9,8 @@ use std::sync::Barrier;
 use anyhow::Context;
 use clap::Args;
 use fedlane::aggregator::default_streams;
-use fedlane::control::{Congestion, prepare_socket};
+use fedlane::control::{Congestion, dial, listen, settle};
+use fedlane::limits;
 use fedlane::manifest::{Dtype, synthetic};
 use fedlane::meter::{Meter, Phase};
 use fedlane::paths::{ReceiveKind, SendKind};
@@ -66,12 +67,12 @@ pub struct RawSend {
 
 impl RawReceive {
     pub fn run(self) -> anyhow::Result<()> {
-        let listener = TcpListener::bind("127.0.0.1:0")?;
+        let listener = listen("127.0.0.1:0", &Congestion::Auto)?;
         OUTPUT.event("listening", json!({ "address": listener.local_addr()?.to_string() }), "");
         let mut sockets = Vec::new();
         for _ in 0..self.clients as usize * self.streams {
             let (socket, _) = listener.accept()?;
-            prepare_socket(&socket, &Congestion::Auto)?;
+            settle(&socket, &Congestion::Auto)?;
             sockets.push(socket);
         }
         let parts = parts(self.bytes, self.streams);
@@ -156,8 +157,7 @@ impl RawSend {
         source.read(0, region.bytes_mut().0)?;
         let mut streams = Vec::new();
         for (number, part) in parts(self.bytes, self.streams).into_iter().enumerate() {
-            let mut socket = TcpStream::connect(&self.address)?;
-            prepare_socket(&socket, &Congestion::Auto)?;
+            let mut socket = dial(&self.address, &Congestion::Auto, limits::DEADLINE)?;
             socket.write_all(&[number as u8])?;
             streams.push((socket, part));
         }

@@ -122,7 +122,7 @@ fn receive_visitor(socket: TcpStream, hall: &Arc<Hall>) {
 fn welcome(mut socket: TcpStream, hall: &Hall) -> Result<(), DoorError> {
     socket.set_read_timeout(Some(limits::HANDSHAKE))?;
     socket.set_write_timeout(Some(limits::HANDSHAKE))?;
-    control::prepare_socket(&socket, &hall.congestion)?;
+    control::settle(&socket, &hall.congestion)?;
     let preamble: Preamble = control::read_fixed(&mut socket)?;
     match preamble.channel() {
         Ok(Channel::Control) => welcome_client(socket, hall),

@@ -97,9 +97,10 @@ impl Session {
             self.average(&mut regions, &mut sums)?;
             self.phases.push(meter.stop(bytes));
         }
-        let Regions { accumulator, model, staged } = regions;
+        let Regions { mut accumulator, model, staged } = regions;
+        let region = model.or_else(|| accumulator.take());
         self.keep_regions(Regions { accumulator, model: None, staged });
-        Ok(model.map(|region| Model { region, sums }))
+        Ok(region.map(|region| Model { region, sums }))
     }
 
     /// Averages while the bytes arrive.
@@ -162,12 +163,11 @@ impl Session {
         regions: &'s mut Regions,
         sums: &'s mut [u64],
     ) -> Result<Vec<MeanSink<'s>>, AggregatorError> {
-        let (Some(layout), Some(accumulator), Some(model)) =
-            (&self.layout, &mut regions.accumulator, &mut regions.model)
-        else {
+        let (Some(layout), Some(accumulator)) = (&self.layout, &mut regions.accumulator) else {
             return Ok(Vec::new());
         };
-        let (mut accumulator, mut model) = (accumulator.bytes_mut().0, model.bytes_mut().0);
+        let mut accumulator = accumulator.bytes_mut().0;
+        let mut model = regions.model.as_mut().map(|model| model.bytes_mut().0);
         let mut sums = sums;
         let mut position = 0;
         let mut sinks = Vec::new();
@@ -178,7 +178,8 @@ impl Session {
             let (_, from) = accumulator.split_at_mut((span.start - position) as usize);
             let (lane_sums, rest) = from.split_at_mut((span.end - span.start) as usize);
             (accumulator, position) = (rest, span.end);
-            let (lane_model, rest) = model.split_at_mut((bytes.end - bytes.start) as usize);
+            let (lane_model, rest) =
+                model.map(|model| model.split_at_mut((bytes.end - bytes.start) as usize)).unzip();
             model = rest;
             let (lane_checks, rest) = sums.split_at_mut(lane.len());
             sums = rest;
@@ -293,7 +294,10 @@ impl Session {
         let staged: Result<Vec<_>, _> = (0..copies).map(|_| self.pool.take(model_bytes)).collect();
         Ok(Regions {
             accumulator: Some(self.pool.take(layout.bytes())?),
-            model: Some(self.pool.take(model_bytes)?),
+            model: match layout.is_in_place() {
+                true => None,
+                false => Some(self.pool.take(model_bytes)?),
+            },
             staged: staged?,
         })
     }
@@ -319,8 +323,11 @@ impl Session {
 
 /// The memory of one round.
 struct Regions {
+    /// Absent when updates are dropped.
     accumulator: Option<Region>,
+    /// Absent where the mean takes the place of the sums.
     model: Option<Region>,
+    /// One for each client, where updates are received whole before they are averaged.
     staged: Vec<Region>,
 }
 

@@ -16,9 +16,12 @@ pub struct MeanSink<'a> {
     /// The lane's slice of the accumulator, and the accumulator byte at which it starts.
     accumulator: &'a mut [u8],
     accumulator_start: u64,
-    /// The lane's slice of the new model, and the model byte at which it starts.
-    model: &'a mut [u8],
+    /// The lane's slice of the new model, and the model byte at which it starts. Without one the
+    /// mean takes the place of the sums.
+    model: Option<&'a mut [u8]>,
     model_start: u64,
+    /// Holds the mean of a chunk on its way to that place.
+    scratch: Vec<u8>,
     /// Checksums of the new model's chunks in this lane.
     sums: &'a mut [u64],
     first_chunk: usize,
@@ -30,8 +33,8 @@ pub struct MeanSink<'a> {
 pub struct MeanSlices<'a> {
     /// Bytes of the accumulator.
     pub accumulator: &'a mut [u8],
-    /// Bytes of the model.
-    pub model: &'a mut [u8],
+    /// Bytes of the model, unless it takes the accumulator's place.
+    pub model: Option<&'a mut [u8]>,
     /// One for each chunk.
     pub sums: &'a mut [u64],
 }
@@ -54,6 +57,7 @@ impl<'a> MeanSink<'a> {
             accumulator_start: span.start,
             model: slices.model,
             model_start: bytes.start,
+            scratch: Vec::new(),
             sums: slices.sums,
             first_chunk: range.start,
             arrived: vec![0; range.len()],
@@ -61,10 +65,22 @@ impl<'a> MeanSink<'a> {
     }
 
     fn finish(&mut self, chunk: &Chunk, sums: Range<usize>) -> Result<(), SinkError> {
-        let start = (chunk.bytes.start - self.model_start) as usize;
-        let out = &mut self.model[start..start + chunk.length()];
-        reducer::finish(chunk.dtype, self.weights, &self.accumulator[sums], out)?;
+        let accumulator = &mut self.accumulator[sums];
+        let out = match &mut self.model {
+            Some(model) => {
+                let start = (chunk.bytes.start - self.model_start) as usize;
+                &mut model[start..start + chunk.length()]
+            }
+            None => {
+                self.scratch.resize(chunk.length(), 0);
+                &mut self.scratch[..]
+            }
+        };
+        reducer::finish(chunk.dtype, self.weights, accumulator, out)?;
         self.sums[chunk.index - self.first_chunk] = chunk_sum(out);
+        if self.model.is_none() {
+            accumulator.copy_from_slice(&self.scratch);
+        }
         Ok(())
     }
 }
