@@ -14,7 +14,6 @@ use std::time::{Duration, Instant};
 
 use crate::control::{self, Congestion, Heartbeat, Writer};
 use crate::error::{AggregatorError, ControlError, Fault, LaneError, ProtocolError};
-use crate::lane::Signal;
 use crate::lane::receive::Order;
 use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
@@ -22,6 +21,7 @@ use crate::meter::Phase;
 use crate::paths::{ReceiveKind, SendKind};
 use crate::reducer::{AccumulatorLayout, Weights};
 use crate::region::{Region, RegionPool};
+use crate::signal::Signal;
 use crate::sums::SumTable;
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 

@@ -12,13 +12,14 @@ use std::time::{Duration, Instant};
 use crate::control::{self, Congestion, Heartbeat, Writer, printable};
 use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError};
 use crate::lane::receive::{Incoming, Order, Shared, receive};
+use crate::lane::run_lane;
 use crate::lane::send::{Announce, Outgoing, send};
-use crate::lane::{Signal, run_lane};
 use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::{Meter, Phase};
 use crate::paths::{ReceiveKind, SendKind};
 use crate::region::Region;
+use crate::signal::Signal;
 use crate::sink::Sink;
 use crate::sink::discard::DiscardSink;
 use crate::sink::file::{FileSink, ModelFile};
@@ -552,7 +553,8 @@ fn open_stream(
     match answer.answer().map_err(|error| at(error.into()))? {
         Answer::Admitted => {}
         answer => {
-            return Err(ClientError::Refused { address: address.to_string(), stream, answer });
+            let (address, answer) = (address.to_string(), answer.text());
+            return Err(ClientError::Refused { address, stream, answer });
         }
     }
     socket.set_nonblocking(true)?;

@@ -8,49 +8,15 @@ use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use rustix::event::{Timespec, epoll};
 
 use crate::error::{LaneError, TransferError};
+use crate::signal::Signal;
 
 /// How often a waiting lane looks at its deadlines.
 const TICK: Duration = Duration::from_millis(250);
-
-/// Ends and wakes a lane from another thread.
-pub struct Signal {
-    event: OwnedFd,
-    cancelled: AtomicBool,
-}
-
-impl Signal {
-    /// A signal that has not been given.
-    pub fn new() -> io::Result<Signal> {
-        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Signal { event, cancelled: AtomicBool::new(false) })
-    }
-
-    /// Makes the lane look at its streams again.
-    pub fn wake(&self) {
-        // The only failure is a counter that is full, and then the lane is awake already.
-        let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
-    }
-
-    /// Makes the lane end.
-    pub fn cancel(&self) {
-        self.cancelled.store(true, Ordering::SeqCst);
-        self.wake();
-    }
-
-    fn check(&self) -> Result<(), LaneError> {
-        if self.cancelled.load(Ordering::SeqCst) { Err(LaneError::Cancelled) } else { Ok(()) }
-    }
-
-    fn clear(&self) {
-        let _ = rustix::io::read(&self.event, &mut [0; 8]);
-    }
-}
 
 /// Runs a lane; a panic in it becomes an error, so that whoever waits for it hears of it.
 pub fn run_lane(lane: impl FnOnce() -> Result<(), LaneError>) -> Result<(), LaneError> {
@@ -78,7 +44,7 @@ impl<'a> Poller<'a> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         epoll::add(
             &epoll,
-            &signal.event,
+            signal.as_fd(),
             epoll::EventData::new_u64(SIGNAL),
             epoll::EventFlags::IN,
         )?;

@@ -24,6 +24,7 @@ pub mod reducer;
 pub mod reference;
 pub mod region;
 pub mod sender;
+pub mod signal;
 pub mod sink;
 pub mod source;
 pub mod sums;

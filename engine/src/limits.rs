@@ -53,6 +53,9 @@ pub const REFERENCE_BLOCK_ELEMENTS: usize = 16 << 10;
 /// of 64 KiB, 256 KiB and 1 MiB, and 1 MiB that was just summed is still in a cache.
 pub const SEND_STEP_BYTES: u64 = 1 << 20;
 
+/// Bytes that a send path is tried with before it is chosen: they fit any socket's buffer.
+pub const TRIAL_BYTES: u64 = 4 << 10;
+
 /// A reader is woken when so much waits: 60 % fewer wake-ups than without; 128 KiB costs speed.
 pub const RECEIVE_LOW_WATER_BYTES: u64 = 64 << 10;
 

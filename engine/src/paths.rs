@@ -2,16 +2,19 @@
 
 use std::fmt;
 use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::str::FromStr;
 
 use crate::error::PathError;
+use crate::limits;
 use crate::receiver::read::Read;
 use crate::receiver::splice::{Splice, SpliceNull};
 use crate::receiver::{Lands, ReceivePath};
 use crate::sender::sendfile::Sendfile;
 use crate::sender::vmsplice::Vmsplice;
 use crate::sender::write::Write;
-use crate::sender::{Needs, SendPath};
+use crate::sender::{Needs, Piece, SendPath};
 use crate::source::Source;
 
 /// A send path of the table.
@@ -112,9 +115,31 @@ impl SendKind {
             Some(kind) if kind.is_fed_by(source) => Ok(kind),
             Some(kind) => Err(PathError::Source { path: kind.name() }),
             None => SendKind::all()
-                .find(|kind| kind.is_fed_by(source) && kind.open().is_ok())
+                .find(|kind| kind.is_fed_by(source) && kind.is_allowed(source))
                 .ok_or(PathError::Source { path: "any" }),
         }
+    }
+
+    /// Sends the first bytes of `source` to a socket of our own. A sandbox may refuse a call, and
+    /// a filesystem may not support it, without any other sign.
+    fn is_allowed(self, source: &dyn Source) -> bool {
+        let length = source.manifest().data_bytes().min(limits::TRIAL_BYTES);
+        if length == 0 || self.needs() == Needs::Bytes {
+            return true;
+        }
+        let piece =
+            Piece { length: length as usize, bytes: source.lend(0..length), file: source.file() };
+        let sent = UnixStream::pair().and_then(|(socket, _peer)| {
+            socket.set_nonblocking(true)?;
+            self.open()?.send(socket.as_fd(), piece)
+        });
+        if let Err(error) = &sent {
+            tracing::info!(
+                "send path {} does not work here ({error}); another one is taken",
+                self.name()
+            );
+        }
+        sent.is_ok()
     }
 
     fn is_fed_by(self, source: &dyn Source) -> bool {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use crate::error::ProtocolError;
-use crate::lane::Signal;
+use crate::signal::Signal;
 use crate::wire::message::WireSum;
 
 /// The checksums of one peer, stream by stream.

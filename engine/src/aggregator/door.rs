@@ -158,7 +158,7 @@ fn welcome_stream(mut socket: TcpStream, hall: &Hall) -> Result<(), DoorError> {
             let _ = hall.events.send(Event::Stream { client, stream, socket });
             Ok(())
         }
-        answer => Err(DoorError::Ticket { answer }),
+        answer => Err(DoorError::Ticket { answer: answer.text() }),
     }
 }
 

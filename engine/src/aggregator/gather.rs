@@ -14,11 +14,11 @@ use super::{
 };
 use crate::control::{Heartbeat, Listeners, Writer, printable};
 use crate::error::{AggregatorError, Fault};
-use crate::lane::Signal;
 use crate::limits;
 use crate::manifest::Manifest;
 use crate::reducer::{self, AccumulatorLayout, Weights};
 use crate::region::RegionPool;
+use crate::signal::Signal;
 use crate::sums::SumTable;
 use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
 

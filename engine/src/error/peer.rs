@@ -4,7 +4,6 @@ use std::io;
 use std::ops::Range;
 
 use super::{ManifestError, ReducerError, RegionError, SinkError, SourceError};
-use crate::wire::hello::Answer;
 
 /// Bytes that are not this protocol.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -118,10 +117,10 @@ pub enum DoorError {
     #[error("its first message was not a request to join")]
     NoJoin,
     /// A data channel that may not be opened.
-    #[error("its ticket was not accepted ({answer:?})")]
+    #[error("its ticket was not accepted ({answer})")]
     Ticket {
         /// What it was told.
-        answer: Answer,
+        answer: &'static str,
     },
 }
 
@@ -336,14 +335,14 @@ pub enum ClientError {
         error: ControlError,
     },
     /// A data channel was refused.
-    #[error("aggregator {address}: refused data connection {stream} ({answer:?})")]
+    #[error("aggregator {address}: refused data connection {stream} ({answer})")]
     Refused {
         /// Its address.
         address: String,
         /// The stream.
         stream: u32,
         /// Its answer.
-        answer: Answer,
+        answer: &'static str,
     },
     /// A data channel failed.
     #[error("aggregator {address}: {error}")]

@@ -11,13 +11,14 @@ use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
 
-use super::{Poller, Progress, Signal, TICK};
+use super::{Poller, Progress, TICK};
 use crate::error::{LaneError, TransferError};
 use crate::limits;
 use crate::manifest::{Chunk, ChunkTable};
 use crate::paths::ReceiveKind;
 use crate::receiver::{Landing, Lands, ReceivePath};
 use crate::region::Region;
+use crate::signal::Signal;
 use crate::sink::Sink;
 use crate::sums::StreamSums;
 use crate::sys::socket::set_receive_low_water;

@@ -10,12 +10,13 @@ use std::time::Duration;
 
 use rustix::event::epoll::EventFlags;
 
-use super::{Poller, Progress, Signal, TICK};
+use super::{Poller, Progress, TICK};
 use crate::error::{LaneError, TransferError};
 use crate::limits;
 use crate::manifest::ChunkTable;
 use crate::paths::SendKind;
 use crate::sender::{Needs, Piece, SendPath};
+use crate::signal::Signal;
 use crate::source::Source;
 use crate::wire::checksum::chunk_sum;
 

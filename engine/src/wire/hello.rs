@@ -33,6 +33,17 @@ pub enum Answer {
     Taken = 2,
 }
 
+impl Answer {
+    /// For people.
+    pub fn text(self) -> &'static str {
+        match self {
+            Answer::Admitted => "admitted",
+            Answer::WrongTicket => "wrong ticket",
+            Answer::Taken => "stream connected already",
+        }
+    }
+}
+
 /// Twelve bytes: who speaks, which version, which channel.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
