@@ -90,11 +90,33 @@ pub fn default_streams() -> usize {
 
 /// Something that the session has to react to.
 enum Event {
-    Joined { socket: TcpStream, address: SocketAddr, name: String, examples: f64, header: Vec<u8> },
-    Stream { client: u32, stream: u32, socket: TcpStream },
-    Message { client: usize, message: ClientMessage },
-    Lost { client: usize, error: ControlError },
-    Lane { result: Result<(), LaneError> },
+    Joined {
+        socket: TcpStream,
+        address: SocketAddr,
+        name: String,
+        examples: f64,
+        header: Vec<u8>,
+    },
+    Stream {
+        client: u32,
+        stream: u32,
+        socket: TcpStream,
+    },
+    Message {
+        client: usize,
+        message: ClientMessage,
+    },
+    Lost {
+        client: usize,
+        error: ControlError,
+    },
+    Lane {
+        result: Result<(), LaneError>,
+    },
+    /// The memory of the rounds is there, or cannot be had.
+    Warm {
+        result: Result<Phase, AggregatorError>,
+    },
 }
 
 /// A listening aggregator that has no clients yet.
@@ -189,7 +211,7 @@ pub struct Session {
     layout: Option<AccumulatorLayout>,
     weights: Weights,
     peers: Vec<Peer>,
-    pool: RegionPool,
+    pool: Arc<RegionPool>,
     model: Option<Model>,
     round: u32,
     phases: Vec<Phase>,
@@ -236,6 +258,36 @@ impl Progress {
             uploaded_bytes: shared.came.load(Ordering::Relaxed),
             downloaded_bytes: shared.sent.load(Ordering::Relaxed),
         })
+    }
+}
+
+/// Sizes of the regions that rounds need.
+struct Sizes {
+    /// Absent when updates are dropped.
+    accumulator: Option<u64>,
+    /// Absent where the mean takes the place of the sums.
+    model: Option<u64>,
+    /// One for each client, where updates are received whole before they are averaged.
+    staged: Vec<u64>,
+}
+
+impl Sizes {
+    fn new(
+        config: &AggregatorConfig,
+        manifest: &Manifest,
+        layout: Option<&AccumulatorLayout>,
+    ) -> Sizes {
+        let model_bytes = manifest.data_bytes();
+        let copies = if config.averaging == Averaging::Staged { config.clients } else { 0 };
+        Sizes {
+            accumulator: layout.map(AccumulatorLayout::bytes),
+            model: layout.filter(|layout| !layout.is_in_place()).map(|_| model_bytes),
+            staged: vec![model_bytes; copies],
+        }
+    }
+
+    fn all(&self) -> impl Iterator<Item = u64> {
+        self.accumulator.into_iter().chain(self.model).chain(self.staged.iter().copied())
     }
 }
 

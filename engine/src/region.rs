@@ -81,6 +81,13 @@ impl RegionPool {
         }
     }
 
+    /// Makes regions of these sizes, so that nobody who takes them waits for memory.
+    pub fn warm(&self, sizes: impl Iterator<Item = u64>) -> Result<(), RegionError> {
+        let regions = sizes.map(Region::new).collect::<Result<Vec<_>, _>>()?;
+        regions.into_iter().for_each(|region| self.give_back(region));
+        Ok(())
+    }
+
     /// Keeps `region` for the next [`RegionPool::take`].
     pub fn give_back(&self, region: Region) {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).push(region);

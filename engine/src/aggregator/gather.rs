@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::net::{SocketAddr, TcpStream};
+use std::ops::Range;
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
@@ -10,12 +11,13 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::door::Tickets;
 use super::{
-    Aggregator, AggregatorConfig, Averaging, Event, Peer, PeerShared, Session, read_client,
+    Aggregator, AggregatorConfig, Averaging, Event, Peer, PeerShared, Session, Sizes, read_client,
 };
 use crate::control::{Heartbeat, Listeners, Writer, printable};
 use crate::error::{AggregatorError, Fault};
 use crate::limits;
-use crate::manifest::Manifest;
+use crate::manifest::{ChunkTable, Manifest};
+use crate::meter::{Meter, Phase};
 use crate::reducer::{self, AccumulatorLayout, Weights};
 use crate::region::RegionPool;
 use crate::signal::Signal;
@@ -33,12 +35,19 @@ impl Aggregator {
         let listeners = Listeners::default();
         let deadline = self.config.deadline;
         let heartbeat = Heartbeat::start(listeners.clone(), AggregatorMessage::Alive, deadline)?;
-        if let Some(manifest) = &manifest {
-            check_averaged(&self.config, manifest)?;
+        let mut gathering = Gathering {
+            aggregator: self,
+            model: None,
+            peers: Vec::new(),
+            listeners,
+            pool: Arc::default(),
+            warmed: None,
+        };
+        if let Some(manifest) = manifest {
+            gathering.set_model(manifest)?;
         }
-        let mut gathering = Gathering { aggregator: self, manifest, peers: Vec::new(), listeners };
         match gathering.collect().and_then(|()| gathering.connect()) {
-            Ok(prepared) => gathering.into_session(prepared, heartbeat),
+            Ok(agreed) => Ok(gathering.into_session(agreed, heartbeat)),
             Err(error) => {
                 tell_all(&gathering.peers, &error);
                 Err(error)
@@ -56,29 +65,41 @@ pub(super) fn tell_all(peers: &[Peer], error: &AggregatorError) {
     }
 }
 
-fn check_averaged(config: &AggregatorConfig, manifest: &Manifest) -> Result<(), AggregatorError> {
-    if matches!(config.averaging, Averaging::Streaming | Averaging::Staged) {
-        for tensor in manifest.tensors() {
-            reducer::accumulator(&tensor.name, tensor.dtype)?;
-        }
+/// Where the sums of this model go; an error names the tensor whose dtype has no mean.
+fn accumulator_layout(
+    config: &AggregatorConfig,
+    manifest: &Manifest,
+) -> Result<Option<AccumulatorLayout>, AggregatorError> {
+    if matches!(config.averaging, Averaging::Checksum | Averaging::Discard) {
+        return Ok(None);
     }
-    Ok(())
+    for tensor in manifest.tensors() {
+        reducer::accumulator(&tensor.name, tensor.dtype)?;
+    }
+    let runs = manifest.runs().iter().map(|run| (run.dtype, run.range.clone()));
+    Ok(Some(AccumulatorLayout::new(runs)?))
 }
 
 struct Gathering {
     aggregator: Aggregator,
-    manifest: Option<Manifest>,
+    /// Known from the first client on; the layout is absent when updates are dropped.
+    model: Option<(Manifest, Option<AccumulatorLayout>)>,
     peers: Vec<Peer>,
     listeners: Listeners,
+    pool: Arc<RegionPool>,
+    /// How the memory of the rounds was prepared, once it is.
+    warmed: Option<Phase>,
 }
 
 /// What has been agreed on.
-struct Prepared {
+struct Agreed {
     manifest: Manifest,
-    chunks: crate::manifest::ChunkTable,
-    lanes: Vec<std::ops::Range<usize>>,
+    layout: Option<AccumulatorLayout>,
+    chunks: ChunkTable,
+    lanes: Vec<Range<usize>>,
     signals: Vec<Arc<Signal>>,
     weights: Weights,
+    warmed: Phase,
 }
 
 impl Gathering {
@@ -88,7 +109,7 @@ impl Gathering {
                 Event::Joined { socket, address, name, examples, header } => {
                     self.join(socket, address, name, examples, &header)?;
                 }
-                event => self.fail_on(event)?,
+                event => self.hear(event)?,
             }
         }
         self.peers.sort_by(|a, b| a.name.cmp(&b.name));
@@ -100,9 +121,30 @@ impl Gathering {
         self.aggregator.events.recv().map_err(|_| io::Error::other("the listener ended").into())
     }
 
+    /// Fixes the session's model, and begins to take the memory of its rounds while other clients
+    /// are awaited.
+    fn set_model(&mut self, manifest: Manifest) -> Result<(), AggregatorError> {
+        let config = &self.aggregator.config;
+        let layout = accumulator_layout(config, &manifest)?;
+        let sizes = Sizes::new(config, &manifest, layout.as_ref());
+        let (pool, events) = (self.pool.clone(), self.aggregator.sender.clone());
+        std::thread::Builder::new().name("warm".into()).spawn(move || {
+            let meter = Meter::start("prepare", 0);
+            let result = pool.warm(sizes.all()).map(|()| meter.stop(0)).map_err(Into::into);
+            // Nobody listens any more when the session has ended.
+            let _ = events.send(Event::Warm { result });
+        })?;
+        self.model = Some((manifest, layout));
+        Ok(())
+    }
+
     /// Nothing a client can say before the first round is good news.
-    fn fail_on(&self, event: Event) -> Result<(), AggregatorError> {
+    fn hear(&mut self, event: Event) -> Result<(), AggregatorError> {
         let (token, error) = match event {
+            Event::Warm { result } => {
+                self.warmed = Some(result?);
+                return Ok(());
+            }
             Event::Lost { client, error } => (client, Fault::from(error)),
             Event::Message { client, message: ClientMessage::Failed { reason } } => {
                 (client, Fault::GaveUp { reason: printable(&reason) })
@@ -141,33 +183,27 @@ impl Gathering {
         let checked = check_name(&peer.name, taken)
             .and_then(|()| check_examples(examples))
             .and_then(|()| Ok(Manifest::from_header(header)?))
-            .and_then(|manifest| check_model(self.manifest.as_ref(), manifest));
-        match checked {
-            Ok(manifest) => {
-                check_averaged(&self.aggregator.config, &manifest)?;
-                self.manifest.get_or_insert(manifest);
-            }
-            Err(error) => return Err(peer.fault(error)),
-        }
+            .and_then(|manifest| check_model(self.model.as_ref().map(|(m, _)| m), manifest));
+        let manifest = checked.map_err(|error| peer.fault(error))?;
         socket.set_read_timeout(Some(deadline))?;
         let shared = peer.shared.clone();
         let reader = std::thread::Builder::new().name("control".into());
         peer.reader = Some(reader.spawn(move || read_client(socket, token, &shared, &events))?);
-        let mut listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
-        listeners.push(peer.writer.clone());
+        let writer = peer.writer.clone();
+        self.listeners.lock().unwrap_or_else(PoisonError::into_inner).push(writer);
         let wanted = self.aggregator.config.clients;
         tracing::info!(
             "{} joined with {examples} examples ({} of {wanted})",
             peer.label(),
             token + 1
         );
-        Ok(())
+        if self.model.is_none() { self.set_model(manifest) } else { Ok(()) }
     }
 
-    /// Sends each client its plan and waits for its data channels.
-    fn connect(&mut self) -> Result<Prepared, AggregatorError> {
+    /// Sends each client its plan, and waits for its data channels and for the memory.
+    fn connect(&mut self) -> Result<Agreed, AggregatorError> {
         let config = &self.aggregator.config;
-        let manifest = self.manifest.clone().ok_or_else(|| io::Error::other("no client"))?;
+        let (manifest, layout) = self.model.clone().ok_or_else(|| io::Error::other("no client"))?;
         let examples: Vec<f64> = self.peers.iter().map(|peer| peer.examples).collect();
         let weights = Weights::new(&examples)?;
         let chunks = manifest.chunks(config.chunk_bytes)?;
@@ -183,7 +219,16 @@ impl Gathering {
         }
         self.send_plans(lanes.len())?;
         self.await_streams(lanes.len())?;
-        Ok(Prepared { manifest, chunks, lanes, signals, weights })
+        let warmed = loop {
+            match self.warmed.take() {
+                Some(phase) => break phase,
+                None => {
+                    let event = self.next_event()?;
+                    self.hear(event)?;
+                }
+            }
+        };
+        Ok(Agreed { manifest, layout, chunks, lanes, signals, weights, warmed })
     }
 
     fn send_plans(&self, streams: usize) -> Result<(), AggregatorError> {
@@ -223,7 +268,7 @@ impl Gathering {
                     places[client as usize][stream as usize] = Some(socket);
                     missing -= 1;
                 }
-                Ok(event) => self.fail_on(event)?,
+                Ok(event) => self.hear(event)?,
                 Err(_) => return Err(self.streams_missing(&places)),
             }
         }
@@ -247,38 +292,26 @@ impl Gathering {
         }
     }
 
-    fn into_session(
-        self,
-        prepared: Prepared,
-        heartbeat: Heartbeat,
-    ) -> Result<Session, AggregatorError> {
+    fn into_session(self, agreed: Agreed, heartbeat: Heartbeat) -> Session {
         let Aggregator { config, door, events, sender, .. } = self.aggregator;
-        let layout = match config.averaging {
-            Averaging::Streaming | Averaging::Staged => {
-                let runs = prepared.manifest.runs().iter();
-                Some(AccumulatorLayout::new(runs.map(|run| (run.dtype, run.range.clone())))?)
-            }
-            Averaging::Checksum | Averaging::Discard => None,
-        };
-        let session = Session {
+        Session {
             config,
-            manifest: prepared.manifest,
-            chunks: prepared.chunks,
-            lanes: prepared.lanes,
-            signals: prepared.signals,
-            layout,
-            weights: prepared.weights,
+            manifest: agreed.manifest,
+            chunks: agreed.chunks,
+            lanes: agreed.lanes,
+            signals: agreed.signals,
+            layout: agreed.layout,
+            weights: agreed.weights,
             peers: self.peers,
-            pool: RegionPool::default(),
+            pool: self.pool,
             model: None,
             round: 0,
-            phases: Vec::new(),
+            phases: vec![agreed.warmed],
             events,
             sender,
             _heartbeat: heartbeat,
             _door: door,
-        };
-        session.warm_up()
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use super::gather::{refuse_late, tell_all, unexpected};
-use super::{AggregatorConfig, Averaging, Event, Model, Peer, Session};
+use super::{AggregatorConfig, Averaging, Event, Model, Peer, Session, Sizes};
 use crate::control::printable;
 use crate::error::{AggregatorError, Fault, LaneError, SinkError, TransferError};
 use crate::lane::receive::{Incoming, Shared, receive};
@@ -28,15 +28,6 @@ use crate::wire::checksum::model_digest;
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
 impl Session {
-    /// Takes the memory of the rounds now, so that no round waits for it.
-    pub(super) fn warm_up(mut self) -> Result<Session, AggregatorError> {
-        let meter = Meter::start("prepare", 0);
-        let taken = self.take_regions().map(|regions| self.keep_regions(regions));
-        self.end_on_error(taken)?;
-        self.phases.push(meter.stop(0));
-        Ok(self)
-    }
-
     /// Makes `source` the model and sends it to every client, before the first round.
     ///
     /// # Errors
@@ -287,19 +278,12 @@ impl Session {
     }
 
     fn take_regions(&self) -> Result<Regions, AggregatorError> {
-        let Some(layout) = &self.layout else {
-            return Ok(Regions { accumulator: None, model: None, staged: Vec::new() });
-        };
-        let model_bytes = self.manifest.data_bytes();
-        let copies = if self.config.averaging == Averaging::Staged { self.peers.len() } else { 0 };
-        let staged: Result<Vec<_>, _> = (0..copies).map(|_| self.pool.take(model_bytes)).collect();
+        let sizes = Sizes::new(&self.config, &self.manifest, self.layout.as_ref());
+        let take = |bytes: u64| self.pool.take(bytes);
         Ok(Regions {
-            accumulator: Some(self.pool.take(layout.bytes())?),
-            model: match layout.is_in_place() {
-                true => None,
-                false => Some(self.pool.take(model_bytes)?),
-            },
-            staged: staged?,
+            accumulator: sizes.accumulator.map(take).transpose()?,
+            model: sizes.model.map(take).transpose()?,
+            staged: sizes.staged.into_iter().map(take).collect::<Result<_, _>>()?,
         })
     }
 
@@ -322,13 +306,10 @@ impl Session {
     }
 }
 
-/// The memory of one round.
+/// The memory of one round; see [`Sizes`].
 struct Regions {
-    /// Absent when updates are dropped.
     accumulator: Option<Region>,
-    /// Absent where the mean takes the place of the sums.
     model: Option<Region>,
-    /// One for each client, where updates are received whole before they are averaged.
     staged: Vec<Region>,
 }
 
@@ -390,7 +371,7 @@ impl Watch<'_> {
                 return Ok(());
             }
             // Its ticket admits each stream once, and all are connected.
-            Event::Stream { .. } => return Ok(()),
+            Event::Stream { .. } | Event::Warm { .. } => return Ok(()),
             Event::Lost { client, error } => (client, Fault::from(error)),
             Event::Message { client, message } => match self.understand(client, message) {
                 Ok(()) => return Ok(()),

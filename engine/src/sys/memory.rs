@@ -11,6 +11,9 @@ use rustix::mount::{self, FsMountFlags, FsOpenFlags, MountAttrFlags};
 /// 2 MiB: the huge page of x86-64 and of aarch64 with 4 KiB base pages.
 pub const HUGE_PAGE_BYTES: u64 = 2 << 20;
 
+/// Less than this is populated by one thread.
+const POPULATE_BYTES: usize = 64 << 20;
+
 /// What kind of pages hold a [`Mapping`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pages {
@@ -62,20 +65,38 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Brings every page in, so that a lack of memory is an error here and not SIGBUS later.
+    /// Brings every page in, so that a lack of memory is an error here and not SIGBUS later. The
+    /// kernel clears pages at the speed of one core, so several share the work.
     fn populate(&self) -> io::Result<()> {
-        // SAFETY: advises about exactly the pages this value owns.
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let parts = cores.min(self.mapped_bytes / POPULATE_BYTES).max(1);
+        let part_bytes = (self.mapped_bytes / parts).next_multiple_of(HUGE_PAGE_BYTES as usize);
+        let starts = (0..self.mapped_bytes).step_by(part_bytes);
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = starts
+                .map(|start| {
+                    let bytes = part_bytes.min(self.mapped_bytes - start);
+                    scope.spawn(move || self.populate_part(start, bytes))
+                })
+                .collect();
+            threads.into_iter().try_for_each(|thread| {
+                thread.join().unwrap_or_else(|_| Err(io::ErrorKind::Other.into()))
+            })
+        })
+    }
+
+    fn populate_part(&self, start: usize, bytes: usize) -> io::Result<()> {
+        // SAFETY: start + bytes is within the mapping, which this value owns.
         let populated = unsafe {
-            mm::madvise(self.start.as_ptr().cast(), self.mapped_bytes, Advice::LinuxPopulateWrite)
+            let start = self.start.as_ptr().add(start).cast();
+            mm::madvise(start, bytes, Advice::LinuxPopulateWrite)
         };
         match populated {
             // Kernels before 5.14 do not know the advice: let the file allocate its pages.
-            Err(rustix::io::Errno::INVAL) => Ok(fs::fallocate(
-                &self.file,
-                fs::FallocateFlags::empty(),
-                0,
-                self.mapped_bytes as u64,
-            )?),
+            Err(rustix::io::Errno::INVAL) => {
+                let flags = fs::FallocateFlags::empty();
+                Ok(fs::fallocate(&self.file, flags, start as u64, bytes as u64)?)
+            }
             other => Ok(other?),
         }
     }
