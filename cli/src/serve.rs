@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use clap::Args;
 use fedlane::aggregator::{Aggregator, Session};
 use fedlane::limits;
@@ -80,20 +80,42 @@ impl Serve {
             &format!("listening on {address}, waiting for {} clients", self.clients),
         );
         let mut session = aggregator.gather(initial.as_ref().map(|i| i.manifest().clone()))?;
+        let result = self.run_rounds(&mut session, initial.as_ref(), output);
+        if let Err(error) = result {
+            session.give_up(&format!("{error:#}"));
+            return Err(error);
+        }
+        session.finish()?;
+        let path = self.output.as_deref().map(Path::display);
+        let saved = path.map_or(String::new(), |path| format!("; the model is in {path}"));
+        output.event(
+            "done",
+            json!({ "rounds": self.rounds, "peak_rss_bytes": process::peak_rss_bytes() }),
+            &format!("{} of {} rounds done{saved}", self.rounds, self.rounds),
+        );
+        Ok(())
+    }
+
+    fn run_rounds(
+        &self,
+        session: &mut Session,
+        initial: Option<&FileSource>,
+        output: Output,
+    ) -> anyhow::Result<()> {
         if let Some(path) = &self.output {
             // Reserves the space and gives it back: a full disk shows now.
             ModelFile::create(path, session.manifest())?;
         }
-        let mut reported = self.report(&session, output, 0);
-        if let Some(initial) = &initial {
+        let mut reported = self.report(session, output, 0);
+        if let Some(initial) = initial {
             session.send_initial(initial)?;
         }
         for _ in 0..self.rounds {
-            self.run_round(&mut session)?;
-            reported = self.report(&session, output, reported);
+            self.run_round(session)?;
+            reported = self.report(session, output, reported);
         }
         if let (Some(expected), Some(model)) = (&self.expect, session.model()) {
-            let checked = expected.check(session.manifest(), model)?;
+            let checked = expected.check(session.manifest(), model.bytes())?;
             output.event(
                 "verified",
                 json!({ "verified": true, "elements": checked.elements,
@@ -104,14 +126,6 @@ impl Serve {
                 ),
             );
         }
-        session.finish()?;
-        let path = self.output.as_deref().map(Path::display);
-        let saved = path.map_or(String::new(), |path| format!("; the model is in {path}"));
-        output.event(
-            "done",
-            json!({ "rounds": self.rounds, "peak_rss_bytes": process::peak_rss_bytes() }),
-            &format!("{} of {} rounds done{saved}", self.rounds, self.rounds),
-        );
         Ok(())
     }
 
@@ -135,11 +149,19 @@ impl Serve {
         let shown = Progress::show(uploads, !self.json);
         session.round()?;
         drop(shown);
-        if let (Some(path), Some(model)) = (&self.output, session.model()) {
-            save(path, session.manifest(), model)?;
-        }
-        let _shown = Progress::show(downloads, !self.json);
-        Ok(session.broadcast()?)
+        // The clients need not wait for the disk, nor the disk for the clients.
+        let saving = self.output.clone().zip(session.model()).map(|(path, model)| {
+            let manifest = session.manifest().clone();
+            std::thread::spawn(move || save(&path, &manifest, model.bytes()))
+        });
+        let shown = Progress::show(downloads, !self.json);
+        let sent = session.broadcast();
+        drop(shown);
+        let saved = saving.map_or(Ok(()), |saving| {
+            saving.join().unwrap_or_else(|_| bail!("saving the model panicked; please report this"))
+        });
+        // Without the file there is no result, whoever received the model.
+        saved.and_then(|()| Ok(sent?))
     }
 
     /// Prints the phases from number `from` on and returns how many there are now.
@@ -162,7 +184,7 @@ pub fn try_output(path: &Path) -> anyhow::Result<()> {
 
 fn save(path: &Path, manifest: &Manifest, model: &[u8]) -> anyhow::Result<()> {
     let file = ModelFile::create(path, manifest)?;
-    file.write_at(0, &model[..manifest.data_bytes() as usize])?;
+    file.write_at(0, model)?;
     file.finish()
         .with_context(|| format!("the model was averaged but not saved to {}", path.display()))
 }

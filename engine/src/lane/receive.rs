@@ -159,11 +159,13 @@ struct Lane<'a> {
 
 impl Lane<'_> {
     fn in_turn(&mut self, streams: &mut [Incoming<'_>], signal: &Signal) -> Result<(), LaneError> {
+        let mut poller = Poller::new(signal)?;
         for _ in self.range.clone() {
             for stream in streams.iter_mut() {
                 stream.progress.made();
-                self.finish_chunk(stream, signal)?;
+                self.finish_chunk(stream, &mut poller)?;
             }
+            signal.check()?;
         }
         Ok(())
     }
@@ -172,21 +174,21 @@ impl Lane<'_> {
     fn finish_chunk(
         &mut self,
         stream: &mut Incoming<'_>,
-        signal: &Signal,
+        poller: &mut Poller<'_>,
     ) -> Result<(), LaneError> {
         loop {
             let step = self.step(stream)?;
             if step == Step::Chunk {
-                return signal.check();
+                return Ok(());
             }
             stream.check_progress()?;
-            let mut poller = Poller::new(signal)?;
             if step == Step::Empty {
                 poller.add(stream.socket, 0, EventFlags::IN)?;
-            } else if stream.shared.sums.park(stream.next - self.range.start) {
-                continue;
+                poller.wait(&mut BTreeSet::new(), TICK)?;
+                poller.remove(stream.socket)?;
+            } else if !stream.shared.sums.park(stream.next - self.range.start) {
+                poller.wait(&mut BTreeSet::new(), TICK)?;
             }
-            poller.wait(&mut BTreeSet::new(), TICK)?;
         }
     }
 
