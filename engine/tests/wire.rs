@@ -104,6 +104,9 @@ fn seeds(examples: &[Example]) -> Vec<(&'static str, String, Vec<u8>)> {
     seeds.push(("hello", "data".to_owned(), data));
     seeds.push(("manifest", "one-tensor".to_owned(), wire_examples::HEADER.to_vec()));
     seeds.push(("manifest", "three-dtypes".to_owned(), wire_examples::THREE_DTYPES.to_vec()));
+    // A U8 tensor of 4 elements, a BF16 one of 3, an F32 one of none.
+    let gapless = [[0, 0, 4], [1, 4, 3], [2, 10, 0]].concat();
+    seeds.push(("layout", "gapless".to_owned(), gapless));
     seeds
 }
 
