@@ -3,10 +3,12 @@
 
 mod wire_examples;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use fedlane::error::WireError;
 use fedlane::limits;
+use fedlane::manifest::{Dtype, Manifest};
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame::{self, LENGTH_BYTES};
 use fedlane::wire::hello::{Answer, Channel, DataHello, MAGIC, Preamble, VERSION};
@@ -54,17 +56,23 @@ fn the_document_shows_the_golden_bytes() {
 #[test]
 fn the_document_names_the_numbers_in_force() {
     let text = std::fs::read_to_string(from_root("docs/WIRE.md")).unwrap();
-    let numbers: [(&str, u64); 10] = [
+    let numbers: [(&str, u64); 16] = [
         ("MAX_FRAME_BYTES", limits::MAX_FRAME_BYTES),
         ("MAX_HEADER_BYTES", limits::MAX_HEADER_BYTES),
+        ("MAX_TENSORS", limits::MAX_TENSORS as u64),
+        ("MAX_TENSOR_NAME_BYTES", limits::MAX_TENSOR_NAME_BYTES as u64),
+        ("MAX_TENSOR_DIMS", limits::MAX_TENSOR_DIMS as u64),
+        ("MAX_MODEL_BYTES", limits::MAX_MODEL_BYTES),
+        ("MAX_CHUNKS", limits::MAX_CHUNKS as u64),
+        ("MIN_CHUNK_BYTES", limits::MIN_CHUNK_BYTES),
+        ("MAX_CHUNK_BYTES", limits::MAX_CHUNK_BYTES),
         ("SUMS_PER_MESSAGE", limits::SUMS_PER_MESSAGE as u64),
         ("MAX_CLIENTS", limits::MAX_CLIENTS as u64),
         ("MAX_STREAMS", limits::MAX_STREAMS as u64),
         ("MAX_ROUNDS", limits::MAX_ROUNDS.into()),
-        ("MIN_CHUNK_BYTES", limits::MIN_CHUNK_BYTES),
-        ("MAX_CHUNK_BYTES", limits::MAX_CHUNK_BYTES),
         ("MIN_DEADLINE_MS", limits::MIN_DEADLINE_MS),
         ("MAX_DEADLINE_MS", limits::MAX_DEADLINE_MS),
+        ("MAX_VISITORS", limits::MAX_VISITORS as u64),
     ];
     for (name, number) in numbers {
         let row = text.lines().find(|line| line.starts_with(&format!("| `{name}` |")));
@@ -124,6 +132,30 @@ fn a_digest_follows_its_definition() {
     hashed.extend(sums.iter().flat_map(|sum: &u64| sum.to_le_bytes()));
     let expected = blake3::derive_key("fedlane 2026 model digest", &hashed);
     assert_eq!(model_digest(&layout, 262_144, &sums), expected);
+}
+
+#[test]
+fn a_layout_digest_follows_its_definition() {
+    let mut hashed = b"fedlane layout 1".to_vec();
+    for text in ["w", "F32"] {
+        hashed.extend((text.len() as u64).to_le_bytes());
+        hashed.extend(text.bytes());
+    }
+    // One dimension of 2, at bytes 0 to 8.
+    hashed.extend([1_u64, 2, 0, 8].iter().flat_map(|number| number.to_le_bytes()));
+    let manifest = Manifest::from_header(wire_examples::HEADER).unwrap();
+    assert_eq!(manifest.layout_digest(), *blake3::hash(&hashed).as_bytes());
+}
+
+#[test]
+fn the_documents_example_is_cut_as_it_says() {
+    let tensor = ("w".to_owned(), Dtype::F32, vec![250_000]);
+    let manifest = Manifest::from_tensors([tensor], &BTreeMap::new()).unwrap();
+    let chunks = manifest.chunks(262_144).unwrap();
+    let lengths: Vec<usize> = (0..chunks.len()).map(|index| chunks.get(index).length()).collect();
+    assert_eq!(lengths, [262_144, 262_144, 262_144, 213_568]);
+    let streams: Vec<_> = chunks.lanes(2).iter().map(|lane| chunks.bytes_of(lane)).collect();
+    assert_eq!(streams, [0..524_288, 524_288..1_000_000]);
 }
 
 #[test]
