@@ -16,7 +16,7 @@ use fedlane::sys::process;
 use serde_json::json;
 
 use crate::args::{Paths, parse_examples};
-use crate::output::{Output, phase_fields, phase_text};
+use crate::output::{Output, error_text, phase_fields, phase_text};
 use crate::progress::{Bar, Progress};
 use crate::serve::try_output;
 use crate::update::Update;
@@ -98,7 +98,7 @@ impl Join {
         let mut client = Client::join(self.address.as_str(), config, &manifest)?;
         let result = self.take_part(&mut client, &manifest, output);
         if let Err(error) = &result {
-            client.give_up(&format!("{error:#}"));
+            client.give_up(&error_text(error));
         }
         result
     }
