@@ -157,7 +157,8 @@ impl Client {
         let plan = await_plan(&mut socket, address)?;
         let prepared = Prepared::check(&plan, manifest, address)?;
         socket.set_read_timeout(Some(Duration::from_millis(plan.deadline_ms)))?;
-        let streams = open_streams(address, &plan, &config)?;
+        let streams = open_streams(address, &plan, &config)
+            .map_err(|error| last_words(&mut socket, address, error))?;
 
         let shared = Arc::new(ClientShared::default());
         // Nothing else sets it.
@@ -309,6 +310,9 @@ impl Client {
                 self.run_lanes(self.download_lanes(sinks, &began)?)?;
             }
         }
+        for socket in &self.streams {
+            control::refuse_more(socket).map_err(|error| self.transfer_error(error))?;
+        }
         if self.received_digest() != digest {
             return Err(ClientError::Digest { address: self.address.to_string() });
         }
@@ -453,15 +457,17 @@ impl Client {
         ClientError::Control { address: self.address.to_string(), error }
     }
 
+    fn transfer_error(&self, error: TransferError) -> ClientError {
+        ClientError::Transfer { address: self.address.to_string(), error }
+    }
+
     fn unexpected(&self, what: &'static str) -> ClientError {
         self.control_error(ProtocolError::Unexpected { what }.into())
     }
 
     fn lane_error(&self, error: LaneError) -> ClientError {
         match error {
-            LaneError::Peer { error, .. } => {
-                ClientError::Transfer { address: self.address.to_string(), error }
-            }
+            LaneError::Peer { error, .. } => self.transfer_error(error),
             error => ClientError::Lane(error),
         }
     }
@@ -492,6 +498,24 @@ fn await_plan(socket: &mut TcpStream, address: SocketAddr) -> Result<Plan, Clien
                 return Err(ClientError::Control { address, error });
             }
             Err(error) => return Err(ClientError::Control { address, error }),
+        }
+    }
+}
+
+/// A data channel that cannot be opened is often only the first sign that the session has ended:
+/// the control channel says why.
+fn last_words(socket: &mut TcpStream, address: SocketAddr, error: ClientError) -> ClientError {
+    if socket.set_read_timeout(Some(limits::LAST_WORDS)).is_err() {
+        return error;
+    }
+    loop {
+        match control::read_message(socket, limits::MAX_FRAME_BYTES) {
+            Ok(AggregatorMessage::Failed { reason }) => {
+                let (address, reason) = (address.to_string(), printable(&reason));
+                return ClientError::Ended { address, reason };
+            }
+            Ok(AggregatorMessage::Alive) => {}
+            _ => return error,
         }
     }
 }

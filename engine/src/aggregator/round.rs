@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::gather::{refuse_late, tell_all, unexpected};
 use super::{AggregatorConfig, Averaging, Event, Model, Peer, Session, Sizes};
-use crate::control::printable;
+use crate::control::{printable, refuse_more};
 use crate::error::{AggregatorError, Fault, LaneError, SinkError, TransferError};
 use crate::lane::receive::{Incoming, Shared, receive};
 use crate::lane::run_lane;
@@ -82,6 +82,7 @@ impl Session {
             Averaging::Staged => self.stage(&mut regions)?,
             Averaging::Checksum | Averaging::Discard => self.drop_updates()?,
         }
+        self.refuse_more()?;
         let bytes = self.manifest.data_bytes() * self.peers.len() as u64;
         self.phases.push(meter.stop(bytes).received_by(self.config.receive_path));
         if self.config.averaging == Averaging::Staged {
@@ -100,6 +101,16 @@ impl Session {
         let sinks = self.mean_sinks(regions, sums)?;
         let lanes = self.incoming_lanes(sinks)?;
         self.watch().run(lanes)
+    }
+
+    /// Between transfers every data channel is empty.
+    fn refuse_more(&self) -> Result<(), AggregatorError> {
+        for peer in &self.peers {
+            for socket in &peer.streams {
+                refuse_more(socket).map_err(|error| peer.fault(error))?;
+            }
+        }
+        Ok(())
     }
 
     /// Receives everything, every client's update into a region of its own.
@@ -235,6 +246,7 @@ impl Session {
         watch.confirmed = Some((round, digest, vec![false; self.peers.len()]));
         watch.run(lanes)?;
         watch.await_confirmations()?;
+        self.refuse_more()?;
         let phase = meter.stop(self.manifest.data_bytes() * self.peers.len() as u64);
         self.phases.push(phase.sent_by(kind));
         Ok(())

@@ -133,6 +133,9 @@ pub enum TransferError {
     /// The peer closed it before the last byte.
     #[error("the data connection was closed before all bytes had come")]
     Closed,
+    /// The peer sent on behind the last byte.
+    #[error("more bytes than were agreed came on a data connection")]
+    TooMuch,
     /// No byte moved for the length of the deadline.
     #[error("no byte moved for {seconds:.1} s, which is longer than the deadline")]
     Stalled {
