@@ -366,7 +366,7 @@ fn a_client_that_is_killed_while_it_downloads() {
     // The round cannot end: "slow" does not confirm.
     session.honest.await_line("upload:");
     session.honest.signal(Signal::KILL);
-    session.serve.fails(SOON, &["client \"good\" (127.0.0.1:", "closed by the other side"]);
+    session.serve.fails(SOON, &["client \"good\" (127.0.0.1:"]);
 }
 
 #[test]
@@ -548,7 +548,7 @@ fn three_hundred_strangers_that_say_nothing() {
             silent.push(TcpStream::connect(&session.address).unwrap());
         }
     };
-    strangers(visit, "have not said yet who they are");
+    strangers(visit, "others came, and it had said nothing");
 }
 
 /// Data channels that `forge` makes from a plan are refused, and the session completes.
