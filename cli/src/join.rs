@@ -110,14 +110,22 @@ impl Join {
         output: Output,
     ) -> anyhow::Result<()> {
         let staged = self.stage.then(|| self.stage(client, output)).transpose()?;
-        let mut reported = 0;
+        let (mut reported, mut rounds) = (0, 0);
         loop {
             match client.next_task()? {
-                Task::Upload { round } => self.upload(client, round, staged.as_ref())?,
+                Task::Upload { round } => {
+                    self.upload(client, round, staged.as_ref())?;
+                    rounds += 1;
+                }
                 Task::Download { round, digest } => {
                     self.download(client, manifest, round, digest)?;
                 }
-                Task::Done => break,
+                Task::Done if rounds == client.rounds() => break,
+                Task::Done => bail!(
+                    "aggregator {}: ended after {rounds} of {} rounds",
+                    self.address,
+                    client.rounds()
+                ),
             }
             reported = self.report(client, output, reported);
         }

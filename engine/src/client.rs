@@ -134,7 +134,10 @@ impl Client {
         let dialled = control::dial(&address, &config.congestion, config.deadline);
         let mut socket =
             dialled.map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
-        let address = socket.peer_addr()?;
+        // Who ends the connection at once leaves it without an address.
+        let address = socket
+            .peer_addr()
+            .map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
         let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
         socket.set_read_timeout(Some(config.deadline))?;
         let writer = Arc::new(Writer::new(&socket, config.deadline)?);
@@ -149,14 +152,18 @@ impl Client {
         let answer: Preamble = control::read_fixed(&mut socket).map_err(at)?;
         answer.channel().map_err(|error| at(error.into()))?;
 
-        let heartbeat = Heartbeat::start(
-            Arc::new(Mutex::new(vec![writer.clone()])),
-            ClientMessage::Alive,
-            config.deadline,
-        )?;
+        let beat = |deadline| {
+            let listeners = Arc::new(Mutex::new(vec![writer.clone()]));
+            Heartbeat::start(listeners, ClientMessage::Alive, deadline)
+        };
+        // The plan says the aggregator's deadline; until then it may be any.
+        let early = beat(limits::MIN_DEADLINE)?;
         let plan = await_plan(&mut socket, address)?;
         let prepared = Prepared::check(&plan, manifest, address)?;
-        socket.set_read_timeout(Some(Duration::from_millis(plan.deadline_ms)))?;
+        let deadline = Duration::from_millis(plan.deadline_ms);
+        let heartbeat = beat(deadline)?;
+        drop(early);
+        socket.set_read_timeout(Some(deadline))?;
         let streams = open_streams(address, &plan, &config)
             .map_err(|error| last_words(&mut socket, address, error))?;
 
@@ -508,16 +515,18 @@ fn last_words(socket: &mut TcpStream, address: SocketAddr, error: ClientError) -
     if socket.set_read_timeout(Some(limits::LAST_WORDS)).is_err() {
         return error;
     }
-    loop {
+    let patience = Instant::now() + limits::LAST_WORDS;
+    while Instant::now() < patience {
         match control::read_message(socket, limits::MAX_FRAME_BYTES) {
             Ok(AggregatorMessage::Failed { reason }) => {
                 let (address, reason) = (address.to_string(), printable(&reason));
                 return ClientError::Ended { address, reason };
             }
             Ok(AggregatorMessage::Alive) => {}
-            _ => return error,
+            _ => break,
         }
     }
+    error
 }
 
 /// What a plan comes to for this model.

@@ -92,6 +92,9 @@ pub const DEADLINE: Duration = Duration::from_secs(30);
 /// Shortest deadline: signs of life are sent four times in it.
 pub const MIN_DEADLINE_MS: u64 = 200;
 
+/// The same as a duration: how often signs of life are sent while the peer's deadline is unknown.
+pub const MIN_DEADLINE: Duration = Duration::from_millis(MIN_DEADLINE_MS);
+
 /// Longest deadline, a day: a longer one would be no deadline.
 pub const MAX_DEADLINE_MS: u64 = 24 * 3600 * 1000;
 

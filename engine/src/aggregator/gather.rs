@@ -34,12 +34,16 @@ impl Aggregator {
     pub fn gather(self, manifest: Option<Manifest>) -> Result<Session, AggregatorError> {
         let listeners = Listeners::default();
         let deadline = self.config.deadline;
-        let heartbeat = Heartbeat::start(listeners.clone(), AggregatorMessage::Alive, deadline)?;
+        let beat =
+            |deadline| Heartbeat::start(listeners.clone(), AggregatorMessage::Alive, deadline);
+        let heartbeat = beat(deadline)?;
+        // Until a client knows the plan, its own deadline counts, and that is not known here.
+        let _early = beat(limits::MIN_DEADLINE)?;
         let mut gathering = Gathering {
             aggregator: self,
             model: None,
             peers: Vec::new(),
-            listeners,
+            listeners: listeners.clone(),
             pool: Arc::default(),
             warmed: None,
         };
