@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::Context;
 use clap::Args;
 use fedlane::aggregator::{Aggregator, Session};
+use fedlane::error::AggregatorError;
 use fedlane::limits;
 use fedlane::manifest::Manifest;
 use fedlane::sink::file::ModelFile;
@@ -15,7 +16,7 @@ use serde_json::json;
 
 use crate::args::{Averager, Paths};
 use crate::check::Expected;
-use crate::output::{Output, phase_fields, phase_text};
+use crate::output::{Output, error_text, phase_fields, phase_text};
 use crate::progress::{Bar, Progress};
 
 /// Wait for clients, average their models while they arrive, and send the mean back
@@ -80,17 +81,41 @@ impl Serve {
             &format!("listening on {address}, waiting for {} clients", self.clients),
         );
         let mut session = aggregator.gather(initial.as_ref().map(|i| i.manifest().clone()))?;
+        if let Err(error) = self.run_session(&mut session, initial.as_ref(), output) {
+            // What the engine met, it has told the clients already.
+            if !error.is::<AggregatorError>() {
+                session.give_up(&error_text(&error));
+            }
+            return Err(error);
+        }
+        session.finish()?;
+        let path = self.output.as_deref().map(Path::display);
+        let saved = path.map_or(String::new(), |path| format!("; the model is in {path}"));
+        output.event(
+            "done",
+            json!({ "rounds": self.rounds, "peak_rss_bytes": process::peak_rss_bytes() }),
+            &format!("{} of {} rounds done{saved}", self.rounds, self.rounds),
+        );
+        Ok(())
+    }
+
+    fn run_session(
+        &self,
+        session: &mut Session,
+        initial: Option<&FileSource>,
+        output: Output,
+    ) -> anyhow::Result<()> {
         if let Some(path) = &self.output {
             // Reserves the space and gives it back: a full disk shows now.
             ModelFile::create(path, session.manifest())?;
         }
-        let mut reported = self.report(&session, output, 0);
-        if let Some(initial) = &initial {
+        let mut reported = self.report(session, output, 0);
+        if let Some(initial) = initial {
             session.send_initial(initial)?;
         }
         for _ in 0..self.rounds {
-            self.run_round(&mut session)?;
-            reported = self.report(&session, output, reported);
+            self.run_round(session)?;
+            reported = self.report(session, output, reported);
         }
         if let (Some(expected), Some(model)) = (&self.expect, session.model()) {
             let checked = expected.check(session.manifest(), model)?;
@@ -104,14 +129,6 @@ impl Serve {
                 ),
             );
         }
-        session.finish()?;
-        let path = self.output.as_deref().map(Path::display);
-        let saved = path.map_or(String::new(), |path| format!("; the model is in {path}"));
-        output.event(
-            "done",
-            json!({ "rounds": self.rounds, "peak_rss_bytes": process::peak_rss_bytes() }),
-            &format!("{} of {} rounds done{saved}", self.rounds, self.rounds),
-        );
         Ok(())
     }
 

@@ -71,6 +71,10 @@ pub const MAX_FRAME_BYTES: u64 = MAX_HEADER_BYTES + (64 << 10);
 /// Checksums in one control message, 32 KiB of them: signs of life wait no longer than that takes.
 pub const SUMS_PER_MESSAGE: usize = 4096;
 
+/// Descriptors that an aggregator has besides those of its clients: standard streams, listener,
+/// regions, pollers.
+pub const OWN_DESCRIPTORS: u64 = 16;
+
 /// Most clients of one session. Each holds one thread and one socket per lane.
 pub const MAX_CLIENTS: usize = 4096;
 

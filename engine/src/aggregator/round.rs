@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::gather::{refuse_late, tell_all, unexpected};
 use super::{AggregatorConfig, Averaging, Event, Model, Peer, Session, Sizes};
 use crate::control::{printable, refuse_more};
-use crate::error::{AggregatorError, Fault, LaneError, SinkError, TransferError};
+use crate::error::{AggregatorError, ControlError, Fault, LaneError, SinkError, TransferError};
 use crate::lane::receive::{Incoming, Shared, receive};
 use crate::lane::run_lane;
 use crate::lane::send::{Outgoing, send};
@@ -283,10 +283,16 @@ impl Session {
 
     /// When something ends the session, every client hears why.
     fn end_on_error<T>(&self, result: Result<T, AggregatorError>) -> Result<T, AggregatorError> {
+        let result = result.map_err(|error| self.watch().explain(error));
         if let Err(error) = &result {
             tell_all(&self.peers, error);
         }
         result
+    }
+
+    /// Tells every client that the session ends for a reason that is none of this engine's.
+    pub fn give_up(self, reason: &str) {
+        tell_all(&self.peers, reason);
     }
 
     fn take_regions(&self) -> Result<Regions, AggregatorError> {
@@ -360,7 +366,7 @@ impl Watch<'_> {
                 }
             }
         });
-        failure.map_or(Ok(()), |error| Err(self.explain(error)))
+        failure.map_or(Ok(()), Err)
     }
 
     fn await_confirmations(&mut self) -> Result<(), AggregatorError> {
@@ -413,13 +419,16 @@ impl Watch<'_> {
         }
     }
 
-    /// A data channel that breaks is often only the first sign: the client's last words, or the
-    /// end of its control channel, say more.
+    /// A connection that breaks is often only the first sign: the client's last words, or the end
+    /// of its control channel, say more.
     fn explain(&mut self, error: AggregatorError) -> AggregatorError {
-        let AggregatorError::Client { client, error: Fault::Transfer(broken) } = &error else {
-            return error;
-        };
-        if !matches!(broken, TransferError::Closed | TransferError::Io(_)) {
+        let AggregatorError::Client { client, error: fault } = &error else { return error };
+        let broken = matches!(
+            fault,
+            Fault::Transfer(TransferError::Closed | TransferError::Io(_))
+                | Fault::Control(ControlError::Io(_))
+        );
+        if !broken {
             return error;
         }
         let patience = Instant::now() + limits::LAST_WORDS;
