@@ -1,5 +1,6 @@
 //! A client that says and sends what the test wants.
 
+use std::cell::OnceCell;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::ops::Range;
@@ -31,6 +32,7 @@ pub struct HostileClient {
     plan: Option<Plan>,
     address: String,
     pulse: Option<Heartbeat>,
+    bytes: OnceCell<Vec<Vec<u8>>>,
 }
 
 impl HostileClient {
@@ -58,8 +60,16 @@ impl HostileClient {
         let writer = Arc::new(Writer::new(&control, PATIENCE).unwrap());
         writer.send(first).unwrap();
         let source = Generator::new(manifest.clone(), 2);
-        let streams = Vec::new();
-        HostileClient { control, streams, writer, source, plan: None, address, pulse: None }
+        HostileClient {
+            control,
+            streams: Vec::new(),
+            writer,
+            source,
+            plan: None,
+            address,
+            pulse: None,
+            bytes: OnceCell::new(),
+        }
     }
 
     /// From now on it gives signs of life whatever else it does.
@@ -106,7 +116,8 @@ impl HostileClient {
         self.await_request();
     }
 
-    fn await_request(&mut self) {
+    /// Waits for the request for the update.
+    pub fn await_request(&mut self) {
         assert_eq!(self.next().unwrap(), AggregatorMessage::Upload { round: 1 });
     }
 
@@ -140,7 +151,13 @@ impl HostileClient {
 
     /// The bytes that belong on one stream.
     pub fn bytes(&self, stream: usize) -> Vec<u8> {
-        let range = self.chunks().bytes_of(&self.lanes()[stream]);
+        // Made once: making much of it takes longer than the deadlines here.
+        let made = self.bytes.get_or_init(|| self.lanes().iter().map(|l| self.make(l)).collect());
+        made[stream].clone()
+    }
+
+    fn make(&self, lane: &Range<usize>) -> Vec<u8> {
+        let range = self.chunks().bytes_of(lane);
         let mut bytes = vec![0; (range.end - range.start) as usize];
         self.source.read(range.start, &mut bytes).unwrap();
         bytes
@@ -164,7 +181,9 @@ impl HostileClient {
         self.announce_upload();
     }
 
-    fn announce_upload(&self) {
+    /// Says that the upload begins, and announces all checksums.
+    pub fn announce_upload(&self) {
+        self.bytes(0);
         self.say(&ClientMessage::Uploading { round: 1 });
         (0..self.streams.len()).for_each(|stream| self.announce(stream));
     }
@@ -172,10 +191,6 @@ impl HostileClient {
     /// Sends the update as an honest client does, and waits until it was averaged.
     pub fn upload(&mut self) {
         self.begin_upload();
-        self.send_update();
-    }
-
-    fn send_update(&mut self) {
         for stream in 0..self.streams.len() {
             let bytes = self.bytes(stream);
             self.streams[stream].write_all(&bytes).unwrap();
@@ -187,7 +202,16 @@ impl HostileClient {
     pub fn finish(&mut self) {
         self.await_request();
         self.announce_upload();
-        self.send_update();
+        for stream in 0..self.streams.len() {
+            let bytes = self.bytes(stream);
+            self.streams[stream].write_all(&bytes).unwrap();
+        }
+        self.confirm();
+    }
+
+    /// With all sent, it does the rest as an honest client does.
+    pub fn confirm(&mut self) {
+        assert_eq!(self.next().unwrap(), AggregatorMessage::Applied { round: 1 });
         let digest = self.download();
         self.say(&ClientMessage::Received { round: 1, digest });
         assert_eq!(self.next().unwrap(), AggregatorMessage::Done);

@@ -75,12 +75,18 @@ impl Process {
 
     /// Waits for a line on the standard output that contains `text`.
     pub fn await_line(&self, text: &str) -> String {
+        self.try_line(text).unwrap_or_else(|| panic!("no line with {text:?}: {:?}", self.said))
+    }
+
+    /// As [`Process::await_line`], where the process may end before it.
+    pub fn try_line(&self, text: &str) -> Option<String> {
         let until = Instant::now() + PATIENCE;
         loop {
-            match self.out.recv_timeout(until.saturating_duration_since(Instant::now())) {
-                Ok(line) if line.contains(text) => return line,
+            let line = self.out.recv_timeout(until.saturating_duration_since(Instant::now()));
+            match line {
+                Ok(line) if line.contains(text) => return Some(line),
                 Ok(_) => {}
-                Err(_) => panic!("no line with {text:?} came"),
+                Err(_) => return None,
             }
         }
     }
