@@ -217,6 +217,17 @@ impl Peer {
     }
 }
 
+impl Drop for Peer {
+    /// However a session ends, also before it began, no thread and no connection outlive it.
+    fn drop(&mut self) {
+        self.writer.shut_down();
+        if let Some(reader) = self.reader.take() {
+            // The thread cannot panic, and there is nobody to tell.
+            let _ = reader.join();
+        }
+    }
+}
+
 /// An aggregator with all its clients.
 pub struct Session {
     config: AggregatorConfig,
@@ -395,17 +406,5 @@ impl Session {
             }
         }
         Ok(std::mem::take(&mut self.phases))
-    }
-}
-
-impl Drop for Session {
-    fn drop(&mut self) {
-        for peer in &mut self.peers {
-            peer.writer.shut_down();
-            if let Some(reader) = peer.reader.take() {
-                // The thread cannot panic, and there is nobody to tell.
-                let _ = reader.join();
-            }
-        }
     }
 }
