@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use crate::control::{self, Congestion, Heartbeat, Writer, printable};
 use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError};
 use crate::lane::receive::{Incoming, Order, Shared, receive};
-use crate::lane::run_lane;
 use crate::lane::send::{Announce, Outgoing, send};
+use crate::lane::start_lane;
 use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::{Meter, Phase};
@@ -376,9 +376,9 @@ impl Client {
         std::thread::scope(|scope| {
             for lane in lanes {
                 let sender = self.sender.clone();
-                scope.spawn(move || {
+                start_lane(scope, lane, move |result| {
                     // This client holds the other end while lanes run.
-                    let _ = sender.send(Event::Lane(run_lane(lane)));
+                    let _ = sender.send(Event::Lane(result));
                 });
             }
             while running > 0 {
