@@ -2,10 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use clap::Args;
 use fedlane::aggregator::{Aggregator, Session};
-use fedlane::error::AggregatorError;
 use fedlane::limits;
 use fedlane::manifest::Manifest;
 use fedlane::sink::file::ModelFile;
@@ -81,11 +80,9 @@ impl Serve {
             &format!("listening on {address}, waiting for {} clients", self.clients),
         );
         let mut session = aggregator.gather(initial.as_ref().map(|i| i.manifest().clone()))?;
-        if let Err(error) = self.run_session(&mut session, initial.as_ref(), output) {
-            // What the engine met, it has told the clients already.
-            if !error.is::<AggregatorError>() {
-                session.give_up(&error_text(&error));
-            }
+        let result = self.run_rounds(&mut session, initial.as_ref(), output);
+        if let Err(error) = result {
+            session.give_up(&error_text(&error));
             return Err(error);
         }
         session.finish()?;
@@ -99,7 +96,7 @@ impl Serve {
         Ok(())
     }
 
-    fn run_session(
+    fn run_rounds(
         &self,
         session: &mut Session,
         initial: Option<&FileSource>,
@@ -118,7 +115,7 @@ impl Serve {
             reported = self.report(session, output, reported);
         }
         if let (Some(expected), Some(model)) = (&self.expect, session.model()) {
-            let checked = expected.check(session.manifest(), model)?;
+            let checked = expected.check(session.manifest(), model.bytes())?;
             output.event(
                 "verified",
                 json!({ "verified": true, "elements": checked.elements,
@@ -152,11 +149,19 @@ impl Serve {
         let shown = Progress::show(uploads, !self.json);
         session.round()?;
         drop(shown);
-        if let (Some(path), Some(model)) = (&self.output, session.model()) {
-            save(path, session.manifest(), model)?;
-        }
-        let _shown = Progress::show(downloads, !self.json);
-        Ok(session.broadcast()?)
+        // The clients need not wait for the disk, nor the disk for the clients.
+        let saving = self.output.clone().zip(session.model()).map(|(path, model)| {
+            let manifest = session.manifest().clone();
+            std::thread::spawn(move || save(&path, &manifest, model.bytes()))
+        });
+        let shown = Progress::show(downloads, !self.json);
+        let sent = session.broadcast();
+        drop(shown);
+        let saved = saving.map_or(Ok(()), |saving| {
+            saving.join().unwrap_or_else(|_| bail!("saving the model panicked; please report this"))
+        });
+        // Without the file there is no result, whoever received the model.
+        saved.and_then(|()| Ok(sent?))
     }
 
     /// Prints the phases from number `from` on and returns how many there are now.
@@ -179,7 +184,7 @@ pub fn try_output(path: &Path) -> anyhow::Result<()> {
 
 fn save(path: &Path, manifest: &Manifest, model: &[u8]) -> anyhow::Result<()> {
     let file = ModelFile::create(path, manifest)?;
-    file.write_at(0, &model[..manifest.data_bytes() as usize])?;
+    file.write_at(0, model)?;
     file.finish()
         .with_context(|| format!("the model was averaged but not saved to {}", path.display()))
 }

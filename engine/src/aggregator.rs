@@ -252,7 +252,7 @@ pub struct Session {
 
 /// The model of the last round, or the initial one, and the checksums of its chunks.
 struct Model {
-    region: Region,
+    region: Arc<Region>,
     sums: Vec<u64>,
 }
 
@@ -371,9 +371,10 @@ impl Session {
         &self.manifest
     }
 
-    /// The bytes of the newest model, if there is one.
-    pub fn model(&self) -> Option<&[u8]> {
-        self.model.as_ref().map(|model| model.region.bytes())
+    /// The newest model, if there is one. It can be read, from any thread, while it is sent; the
+    /// next round takes fresh memory if somebody still holds it.
+    pub fn model(&self) -> Option<Arc<Region>> {
+        self.model.as_ref().map(|model| model.region.clone())
     }
 
     /// What was measured so far.
@@ -387,6 +388,11 @@ impl Session {
             clients: self.peers.iter().map(|p| (p.name.clone(), p.shared.clone())).collect(),
             model_bytes: self.manifest.data_bytes(),
         }
+    }
+
+    /// Tells every client that this aggregator cannot go on, and why.
+    pub fn give_up(&self, reason: &str) {
+        gather::tell_all(&self.peers, reason);
     }
 
     /// Tells every client that all rounds are done.

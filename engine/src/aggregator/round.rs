@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use super::gather::{refuse_late, tell_all, unexpected};
+use super::gather::{refuse_late, unexpected};
 use super::{AggregatorConfig, Averaging, Event, Model, Peer, Session, Sizes};
 use crate::control::{printable, refuse_more};
 use crate::error::{AggregatorError, ControlError, Fault, LaneError, SinkError, TransferError};
@@ -46,7 +46,7 @@ impl Session {
         }
         let sealed = RegionSource::seal(&self.manifest, &region, &self.chunks, self.lanes.len());
         let sums = sealed.into_sums();
-        self.model = Some(Model { region, sums });
+        self.model = Some(Model { region: Arc::new(region), sums });
         Ok(())
     }
 
@@ -59,8 +59,9 @@ impl Session {
         self.round += 1;
         let round = self.round;
         // A client has confirmed the last model before it uploads, so its memory is free.
-        if let Some(model) = self.model.take() {
-            self.pool.give_back(model.region);
+        let last = self.model.take();
+        if let Some(region) = last.and_then(|model| Arc::into_inner(model.region)) {
+            self.pool.give_back(region);
         }
         let received = self.receive_updates();
         self.model = self.end_on_error(received)?;
@@ -93,7 +94,7 @@ impl Session {
         let Regions { mut accumulator, model, staged } = regions;
         let region = model.or_else(|| accumulator.take());
         self.keep_regions(Regions { accumulator, model: None, staged });
-        Ok(region.map(|region| Model { region, sums }))
+        Ok(region.map(|region| Model { region: Arc::new(region), sums }))
     }
 
     /// Averages while the bytes arrive.
@@ -285,14 +286,9 @@ impl Session {
     fn end_on_error<T>(&self, result: Result<T, AggregatorError>) -> Result<T, AggregatorError> {
         let result = result.map_err(|error| self.watch().explain(error));
         if let Err(error) = &result {
-            tell_all(&self.peers, error);
+            self.give_up(&error.to_string());
         }
         result
-    }
-
-    /// Tells every client that the session ends for a reason that is none of this engine's.
-    pub fn give_up(self, reason: &str) {
-        tell_all(&self.peers, reason);
     }
 
     fn take_regions(&self) -> Result<Regions, AggregatorError> {

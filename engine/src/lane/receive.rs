@@ -134,7 +134,11 @@ pub fn receive(
         return Ok(());
     }
     let end_byte = chunks.get(range.end - 1).bytes.end;
-    let mut lane = Lane { chunks, range, end_byte, sink, spare: Vec::new() };
+    let low_water_bytes = match streams.len() {
+        1 => limits::RECEIVE_LOW_WATER_BYTES,
+        _ => limits::SHARED_LOW_WATER_BYTES,
+    };
+    let mut lane = Lane { chunks, range, end_byte, sink, spare: Vec::new(), low_water_bytes };
     // With one stream there is nothing to choose between.
     match order {
         Order::Arrival if streams.len() > 1 => lane.by_arrival(&mut streams, signal),
@@ -149,15 +153,19 @@ struct Lane<'a> {
     sink: &'a mut dyn Sink,
     /// Chunk buffers that no stream is filling; the one used last is still in the cache.
     spare: Vec<Region>,
+    /// How much should wait before a stream is looked at.
+    low_water_bytes: u64,
 }
 
 impl Lane<'_> {
     fn in_turn(&mut self, streams: &mut [Incoming<'_>], signal: &Signal) -> Result<(), LaneError> {
+        let mut poller = Poller::new(signal)?;
         for _ in self.range.clone() {
             for stream in streams.iter_mut() {
                 stream.progress.made();
-                self.finish_chunk(stream, signal)?;
+                self.finish_chunk(stream, &mut poller)?;
             }
+            signal.check()?;
         }
         Ok(())
     }
@@ -166,21 +174,21 @@ impl Lane<'_> {
     fn finish_chunk(
         &mut self,
         stream: &mut Incoming<'_>,
-        signal: &Signal,
+        poller: &mut Poller<'_>,
     ) -> Result<(), LaneError> {
         loop {
             let step = self.step(stream)?;
             if step == Step::Chunk {
-                return signal.check();
+                return Ok(());
             }
             stream.check_progress()?;
-            let mut poller = Poller::new(signal)?;
             if step == Step::Empty {
                 poller.add(stream.socket, 0, EventFlags::IN)?;
-            } else if stream.shared.sums.park(stream.next - self.range.start) {
-                continue;
+                poller.wait(&mut BTreeSet::new(), TICK)?;
+                poller.remove(stream.socket)?;
+            } else if !stream.shared.sums.park(stream.next - self.range.start) {
+                poller.wait(&mut BTreeSet::new(), TICK)?;
             }
-            poller.wait(&mut BTreeSet::new(), TICK)?;
         }
     }
 
@@ -192,42 +200,47 @@ impl Lane<'_> {
         signal: &Signal,
     ) -> Result<(), LaneError> {
         let mut poller = Poller::new(signal)?;
-        for (index, stream) in streams.iter().enumerate() {
-            poller.add(stream.socket, index, EventFlags::IN)?;
-        }
-        let mut open = streams.len();
+        // Streams that may have something; the others are in the poller, or wait for a checksum.
+        let mut hot: BTreeSet<usize> = (0..streams.len()).collect();
         let mut parked: BTreeSet<usize> = BTreeSet::new();
-        let mut ready = BTreeSet::new();
+        let mut open = streams.len();
         let mut checked = Instant::now();
         while open > 0 {
-            ready.clear();
-            if poller.wait(&mut ready, TICK)? {
-                for index in std::mem::take(&mut parked) {
-                    poller.add(streams[index].socket, index, EventFlags::IN)?;
-                    ready.insert(index);
-                }
-            }
-            let mut turn: Vec<usize> = ready.iter().copied().collect();
-            turn.sort_by_key(|&index| streams[index].next);
-            for index in turn {
+            if let Some(&index) = hot.iter().min_by_key(|&&index| streams[index].next) {
                 let stream = &mut streams[index];
                 match self.step(stream)? {
-                    Step::Chunk if stream.next == self.range.end => {
-                        poller.remove(stream.socket)?;
+                    Step::Chunk if stream.next < self.range.end => {}
+                    Step::Chunk => {
+                        hot.remove(&index);
                         open -= 1;
                     }
-                    // Its socket may be readable all the while, so look at the sum only.
-                    Step::NeedsSum if !stream.shared.sums.park(stream.next - self.range.start) => {
-                        poller.remove(stream.socket)?;
+                    Step::Empty => {
+                        hot.remove(&index);
+                        poller.add(stream.socket, index, EventFlags::IN)?;
+                    }
+                    Step::NeedsSum if stream.shared.sums.park(stream.next - self.range.start) => {}
+                    Step::NeedsSum => {
+                        hot.remove(&index);
                         parked.insert(index);
                     }
-                    _ => {}
                 }
             }
+            if hot.len() == open {
+                continue;
+            }
+            let mut ready = BTreeSet::new();
+            let timeout = if hot.is_empty() { TICK } else { Duration::ZERO };
+            if poller.wait(&mut ready, timeout)? {
+                hot.append(&mut parked);
+            }
+            for &index in &ready {
+                poller.remove(streams[index].socket)?;
+            }
+            hot.append(&mut ready);
             if checked.elapsed() >= TICK {
                 checked = Instant::now();
                 for (index, stream) in streams.iter_mut().enumerate() {
-                    if stream.next < self.range.end && !ready.contains(&index) {
+                    if stream.next < self.range.end && !hot.contains(&index) {
                         stream.check_progress()?;
                     }
                 }
@@ -247,7 +260,8 @@ impl Lane<'_> {
         while stream.filled < length {
             // Fewer wake-ups while much is to come, and none missed at the end of the range.
             let left = self.end_byte - chunk.bytes.start - stream.filled as u64;
-            stream.set_low_water(left.min(limits::RECEIVE_LOW_WATER_BYTES) as usize)?;
+            let wanted = self.low_water_bytes.min((length - stream.filled) as u64);
+            stream.set_low_water(left.min(wanted.max(limits::RECEIVE_LOW_WATER_BYTES)) as usize)?;
             match self.receive_into_place(stream, &chunk) {
                 Ok(0) => return Err(TransferError::Closed),
                 Ok(received) => {
