@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use crate::control::{self, Congestion, Heartbeat, Writer, printable};
 use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError};
 use crate::lane::receive::{Incoming, Order, Shared, receive};
-use crate::lane::run_lane;
 use crate::lane::send::{Announce, Outgoing, send};
+use crate::lane::start_lane;
 use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::{Meter, Phase};
@@ -247,8 +247,8 @@ impl Client {
                 sent.map_err(|error| self.control_error(error))?;
             }
         }
-        self.run_lanes(self.upload_lanes(source, kind, known.is_none())?)?;
-        match self.next_message()? {
+        let early = self.run_lanes(self.upload_lanes(source, kind, known.is_none())?)?;
+        match early.map_or_else(|| self.next_message(), Ok)? {
             AggregatorMessage::Applied { round: applied } if applied == round => {}
             _ => return Err(self.unexpected("a message")),
         }
@@ -296,14 +296,14 @@ impl Client {
         let meter = Meter::start("download", round);
         self.shared.came.store(0, Ordering::Relaxed);
         let began = AtomicBool::new(true);
-        match target {
+        let early = match target {
             Target::Check => {
                 let sinks = self.lanes.iter().map(|_| DiscardSink { checks: true }).collect();
-                self.run_lanes(self.download_lanes(sinks, &began)?)?;
+                self.run_lanes(self.download_lanes(sinks, &began)?)?
             }
             Target::File(file) => {
                 let sinks = self.lanes.iter().map(|_| FileSink::new(file)).collect();
-                self.run_lanes(self.download_lanes(sinks, &began)?)?;
+                self.run_lanes(self.download_lanes(sinks, &began)?)?
             }
             Target::Region(region) => {
                 let (mut rest, file) = region.bytes_mut();
@@ -314,8 +314,11 @@ impl Client {
                     rest = after;
                     sinks.push(RegionSink::new(vec![Part { bytes, file, start: range.start }]));
                 }
-                self.run_lanes(self.download_lanes(sinks, &began)?)?;
+                self.run_lanes(self.download_lanes(sinks, &began)?)?
             }
+        };
+        if early.is_some() {
+            return Err(self.unexpected("a message"));
         }
         for socket in &self.streams {
             control::refuse_more(socket).map_err(|error| self.transfer_error(error))?;
@@ -366,42 +369,48 @@ impl Client {
         Ok(lanes)
     }
 
-    /// Runs lanes, and meanwhile hears what the aggregator says.
-    fn run_lanes<L>(&self, lanes: Vec<L>) -> Result<(), ClientError>
+    /// Runs lanes, and meanwhile hears what the aggregator says. Gives the message that came, if
+    /// one did: the aggregator may be done with the last byte before the thread that sent it
+    /// has said so.
+    fn run_lanes<L>(&self, lanes: Vec<L>) -> Result<Option<AggregatorMessage>, ClientError>
     where
         L: FnOnce() -> Result<(), LaneError> + Send,
     {
         let mut running = lanes.len();
-        let mut failure = None;
+        let (mut failure, mut early) = (None, None);
         std::thread::scope(|scope| {
             for lane in lanes {
                 let sender = self.sender.clone();
-                scope.spawn(move || {
+                start_lane(scope, lane, move |result| {
                     // This client holds the other end while lanes run.
-                    let _ = sender.send(Event::Lane(run_lane(lane)));
+                    let _ = sender.send(Event::Lane(result));
                 });
             }
             while running > 0 {
                 let Ok(event) = self.events.recv() else { break };
                 running -= usize::from(matches!(event, Event::Lane(_)));
-                if let Err(error) = self.hear(event) {
+                if let Err(error) = self.hear(event, &mut early) {
                     self.signals.iter().for_each(|signal| signal.cancel());
                     failure.get_or_insert(error);
                 }
             }
         });
-        failure.map_or(Ok(()), |error| Err(self.explain(error)))
+        failure.map_or(Ok(early), |error| Err(self.explain(error)))
     }
 
-    /// While lanes run, the aggregator has nothing to say but that it ends.
-    fn hear(&self, event: Event) -> Result<(), ClientError> {
+    fn hear(&self, event: Event, early: &mut Option<AggregatorMessage>) -> Result<(), ClientError> {
         match event {
             Event::Lane(Ok(()) | Err(LaneError::Cancelled)) => Ok(()),
             Event::Lane(Err(error)) => Err(self.lane_error(error)),
             Event::Lost(error) => Err(self.control_error(error)),
-            Event::Message(message) => {
-                Err(self.ended(&message).unwrap_or_else(|| self.unexpected("a message")))
-            }
+            Event::Message(message) => match self.ended(&message) {
+                Some(error) => Err(error),
+                None if early.is_none() => {
+                    *early = Some(message);
+                    Ok(())
+                }
+                None => Err(self.unexpected("a message")),
+            },
         }
     }
 
