@@ -1,6 +1,7 @@
 //! The process that holds trained parameters: joins an aggregator, sends its update, takes the
 //! model.
 
+use std::collections::VecDeque;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -92,6 +93,8 @@ pub struct Client {
     sender: Sender<Event>,
     reader: Option<JoinHandle<()>>,
     phases: Vec<Phase>,
+    /// Messages that came while the last lane was still ending.
+    early: VecDeque<AggregatorMessage>,
     _heartbeat: Heartbeat,
 }
 
@@ -182,6 +185,7 @@ impl Client {
             sender,
             reader: Some(reader),
             phases: Vec::new(),
+            early: VecDeque::new(),
             _heartbeat: heartbeat,
         })
     }
@@ -239,7 +243,8 @@ impl Client {
                 sent.map_err(|error| self.control_error(error))?;
             }
         }
-        self.run_lanes(self.upload_lanes(source, kind, known.is_none())?)?;
+        let early = self.run_lanes(self.upload_lanes(source, kind, known.is_none())?)?;
+        self.early.extend(early);
         match self.next_message()? {
             AggregatorMessage::Applied { round: applied } if applied == round => {}
             _ => return Err(self.unexpected("a message")),
@@ -288,14 +293,14 @@ impl Client {
         let meter = Meter::start("download", round);
         self.shared.came.store(0, Ordering::Relaxed);
         let began = AtomicBool::new(true);
-        match target {
+        let early = match target {
             Target::Check => {
                 let sinks = self.lanes.iter().map(|_| DiscardSink { checks: true }).collect();
-                self.run_lanes(self.download_lanes(sinks, &began)?)?;
+                self.run_lanes(self.download_lanes(sinks, &began)?)?
             }
             Target::File(file) => {
                 let sinks = self.lanes.iter().map(|_| FileSink::new(file)).collect();
-                self.run_lanes(self.download_lanes(sinks, &began)?)?;
+                self.run_lanes(self.download_lanes(sinks, &began)?)?
             }
             Target::Region(region) => {
                 let (mut rest, file) = region.bytes_mut();
@@ -306,9 +311,10 @@ impl Client {
                     rest = after;
                     sinks.push(RegionSink::new(vec![Part { bytes, file, start: range.start }]));
                 }
-                self.run_lanes(self.download_lanes(sinks, &began)?)?;
+                self.run_lanes(self.download_lanes(sinks, &began)?)?
             }
-        }
+        };
+        self.early.extend(early);
         if self.received_digest() != digest {
             return Err(ClientError::Digest { address: self.address.to_string() });
         }
@@ -355,13 +361,15 @@ impl Client {
         Ok(lanes)
     }
 
-    /// Runs lanes, and meanwhile hears what the aggregator says.
-    fn run_lanes<L>(&self, lanes: Vec<L>) -> Result<(), ClientError>
+    /// Runs lanes, and meanwhile hears what the aggregator says. It may have applied an update
+    /// before the lane that sent the last byte has said that it is done; such messages are for
+    /// later.
+    fn run_lanes<L>(&self, lanes: Vec<L>) -> Result<VecDeque<AggregatorMessage>, ClientError>
     where
         L: FnOnce() -> Result<(), LaneError> + Send,
     {
         let mut running = lanes.len();
-        let mut failure = None;
+        let (mut early, mut failure) = (VecDeque::new(), None);
         std::thread::scope(|scope| {
             for lane in lanes {
                 let sender = self.sender.clone();
@@ -373,24 +381,37 @@ impl Client {
             while running > 0 {
                 let Ok(event) = self.events.recv() else { break };
                 running -= usize::from(matches!(event, Event::Lane(_)));
-                if let Err(error) = self.hear(event) {
+                if let Err(error) = self.hear(event, &mut early) {
                     self.signals.iter().for_each(|signal| signal.cancel());
                     failure.get_or_insert(error);
                 }
             }
         });
-        failure.map_or(Ok(()), |error| Err(self.explain(error)))
+        failure.map_or(Ok(early), |error| Err(self.explain(error)))
     }
 
-    /// While lanes run, the aggregator has nothing to say but that it ends.
-    fn hear(&self, event: Event) -> Result<(), ClientError> {
+    /// While lanes run, the aggregator has nothing to say but that it ends, or that it has all.
+    fn hear(
+        &self,
+        event: Event,
+        early: &mut VecDeque<AggregatorMessage>,
+    ) -> Result<(), ClientError> {
         match event {
             Event::Lane(Ok(()) | Err(LaneError::Cancelled)) => Ok(()),
             Event::Lane(Err(error)) => Err(self.lane_error(error)),
             Event::Lost(error) => Err(self.control_error(error)),
-            Event::Message(message) => {
-                Err(self.ended(&message).unwrap_or_else(|| self.unexpected("a message")))
-            }
+            Event::Message(message) => match self.ended(&message) {
+                Some(error) => Err(error),
+                None if early.is_empty()
+                    && !matches!(message, AggregatorMessage::Applied { .. }) =>
+                {
+                    Err(self.unexpected("a message"))
+                }
+                None => {
+                    early.push_back(message);
+                    Ok(())
+                }
+            },
         }
     }
 
@@ -419,6 +440,9 @@ impl Client {
     }
 
     fn next_message(&mut self) -> Result<AggregatorMessage, ClientError> {
+        if let Some(message) = self.early.pop_front() {
+            return Ok(message);
+        }
         match self.events.recv() {
             Ok(Event::Message(message)) => match self.ended(&message) {
                 Some(error) => Err(error),
