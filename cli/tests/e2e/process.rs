@@ -120,6 +120,11 @@ impl Process {
         }
     }
 
+    /// Its process number.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
     /// Where a server listens.
     pub fn address(&mut self) -> String {
         self.await_event("listening")["address"].as_str().unwrap().to_string()

@@ -33,6 +33,11 @@ impl Python {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/python").join(name)
     }
 
+    /// A shell command that runs a script.
+    pub fn shell(&self, name: &str) -> String {
+        format!("'{}' '{}'", self.interpreter.display(), Self::path(name).display())
+    }
+
     /// Compares an output with the mean of the clients' files, which are in client order.
     pub fn check_mean(&self, how: &str, output: &Path, clients: &[(PathBuf, &str)]) -> Finished {
         let mut check = self.script("check_mean.py");
