@@ -16,7 +16,7 @@ use fedlane::sys::process;
 use serde_json::json;
 
 use crate::args::{Paths, parse_examples};
-use crate::output::{Output, phase_fields, phase_text};
+use crate::output::{Output, error_text, phase_fields, phase_text};
 use crate::progress::{Bar, Progress};
 use crate::serve::try_output;
 use crate::update::Update;
@@ -98,7 +98,7 @@ impl Join {
         let mut client = Client::join(self.address.as_str(), config, &manifest)?;
         let result = self.take_part(&mut client, &manifest, output);
         if let Err(error) = &result {
-            client.give_up(&format!("{error:#}"));
+            client.give_up(&error_text(error));
         }
         result
     }
@@ -110,14 +110,22 @@ impl Join {
         output: Output,
     ) -> anyhow::Result<()> {
         let staged = self.stage.then(|| self.stage(client, output)).transpose()?;
-        let mut reported = 0;
+        let (mut reported, mut rounds) = (0, 0);
         loop {
             match client.next_task()? {
-                Task::Upload { round } => self.upload(client, round, staged.as_ref())?,
+                Task::Upload { round } => {
+                    self.upload(client, round, staged.as_ref())?;
+                    rounds += 1;
+                }
                 Task::Download { round, digest } => {
                     self.download(client, manifest, round, digest)?;
                 }
-                Task::Done => break,
+                Task::Done if rounds == client.rounds() => break,
+                Task::Done => bail!(
+                    "aggregator {}: ended after {rounds} of {} rounds",
+                    self.address,
+                    client.rounds()
+                ),
             }
             reported = self.report(client, output, reported);
         }

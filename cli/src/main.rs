@@ -12,6 +12,7 @@ mod progress;
 mod serve;
 mod update;
 
+use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
@@ -59,7 +60,8 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            anstream::eprintln!("fedlane: {error:#}");
+            // With a closed standard error there is only the status to tell by.
+            let _ = writeln!(anstream::stderr(), "fedlane: {}", output::error_text(&error));
             ExitCode::FAILURE
         }
     }
@@ -71,7 +73,9 @@ fn start_log() {
     tracing_subscriber::fmt()
         .with_max_level(level.unwrap_or(tracing::Level::INFO))
         .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        .with_ansi(std::io::stderr().is_terminal())
+        // It would say so on the same closed standard error, and that ends the thread.
+        .log_internal_errors(false)
         .with_target(false)
         .without_time()
         .init();

@@ -35,6 +35,13 @@ fn write_line(line: &str) {
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 
+/// An error and its causes on one line. Many errors quote their cause: that is not said twice.
+pub fn error_text(error: &anyhow::Error) -> String {
+    error.chain().skip(1).map(ToString::to_string).fold(error.to_string(), |text, cause| {
+        if text.contains(&cause) { text } else { format!("{text}: {cause}") }
+    })
+}
+
 /// A phase as a JSON object.
 pub fn phase_fields(phase: &Phase) -> Value {
     let (user, kernel) = phase.cpu_s_per_gb();

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use clap::Args;
 use fedlane::aggregator::{Aggregator, Session};
+use fedlane::error::AggregatorError;
 use fedlane::limits;
 use fedlane::manifest::Manifest;
 use fedlane::sink::file::ModelFile;
@@ -15,7 +16,7 @@ use serde_json::json;
 
 use crate::args::{Averager, Paths};
 use crate::check::Expected;
-use crate::output::{Output, phase_fields, phase_text};
+use crate::output::{Output, error_text, phase_fields, phase_text};
 use crate::progress::{Bar, Progress};
 
 /// Wait for clients, average their models while they arrive, and send the mean back
@@ -80,9 +81,11 @@ impl Serve {
             &format!("listening on {address}, waiting for {} clients", self.clients),
         );
         let mut session = aggregator.gather(initial.as_ref().map(|i| i.manifest().clone()))?;
-        let result = self.run_rounds(&mut session, initial.as_ref(), output);
-        if let Err(error) = result {
-            session.give_up(&format!("{error:#}"));
+        if let Err(error) = self.run_session(&mut session, initial.as_ref(), output) {
+            // What the engine met, it has told the clients already.
+            if !error.is::<AggregatorError>() {
+                session.give_up(&error_text(&error));
+            }
             return Err(error);
         }
         session.finish()?;
@@ -96,7 +99,7 @@ impl Serve {
         Ok(())
     }
 
-    fn run_rounds(
+    fn run_session(
         &self,
         session: &mut Session,
         initial: Option<&FileSource>,

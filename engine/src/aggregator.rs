@@ -23,6 +23,7 @@ use crate::reducer::{AccumulatorLayout, Weights};
 use crate::region::{Region, RegionPool};
 use crate::signal::Signal;
 use crate::sums::SumTable;
+use crate::sys::process;
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
 use door::Door;
@@ -135,6 +136,7 @@ impl Aggregator {
         config: AggregatorConfig,
     ) -> Result<Aggregator, AggregatorError> {
         check(&config)?;
+        allow_connections(&config)?;
         let listen = |source| AggregatorError::Listen { address: address.to_string(), source };
         let listener = control::listen(&address, &config.congestion).map_err(listen)?;
         let bound = listener.local_addr().map_err(listen)?;
@@ -164,6 +166,21 @@ fn check(config: &AggregatorConfig) -> Result<(), AggregatorError> {
     within("chunk bytes", config.chunk_bytes, limits::MIN_CHUNK_BYTES, limits::MAX_CHUNK_BYTES)?;
     let deadline_ms = config.deadline.as_millis().min(u64::MAX.into()) as u64;
     within("deadline in ms", deadline_ms, limits::MIN_DEADLINE_MS, limits::MAX_DEADLINE_MS)
+}
+
+/// Makes room for the connections of all clients, or says now that there is none: later, clients
+/// would wait before a door that cannot open.
+fn allow_connections(config: &AggregatorConfig) -> Result<(), AggregatorError> {
+    let (clients, streams) = (config.clients as u64, config.streams as u64);
+    let count = |each: u64| limits::OWN_DESCRIPTORS + clients * each;
+    // A control channel is held by its reader and its writer. Each data channel may hold a chunk
+    // buffer too; of a small model there is only one.
+    let (wanted, least) = (count(2 + 2 * streams), count(3));
+    let limit = process::allow_open_files(wanted);
+    match limit < least {
+        true => Err(AggregatorError::OpenFiles { clients: config.clients, wanted: least, limit }),
+        false => Ok(()),
+    }
 }
 
 /// A client of the session.
@@ -197,6 +214,17 @@ impl Peer {
 
     fn fault(&self, error: impl Into<Fault>) -> AggregatorError {
         AggregatorError::Client { client: self.label(), error: error.into() }
+    }
+}
+
+impl Drop for Peer {
+    /// However a session ends, also before it began, no thread and no connection outlive it.
+    fn drop(&mut self) {
+        self.writer.shut_down();
+        if let Some(reader) = self.reader.take() {
+            // The thread cannot panic, and there is nobody to tell.
+            let _ = reader.join();
+        }
     }
 }
 
@@ -384,17 +412,5 @@ impl Session {
             }
         }
         Ok(std::mem::take(&mut self.phases))
-    }
-}
-
-impl Drop for Session {
-    fn drop(&mut self) {
-        for peer in &mut self.peers {
-            peer.writer.shut_down();
-            if let Some(reader) = peer.reader.take() {
-                // The thread cannot panic, and there is nobody to tell.
-                let _ = reader.join();
-            }
-        }
     }
 }

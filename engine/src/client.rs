@@ -137,7 +137,10 @@ impl Client {
         let dialled = control::dial(&address, &config.congestion, config.deadline);
         let mut socket =
             dialled.map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
-        let address = socket.peer_addr()?;
+        // Who ends the connection at once leaves it without an address.
+        let address = socket
+            .peer_addr()
+            .map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
         let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
         socket.set_read_timeout(Some(config.deadline))?;
         let writer = Arc::new(Writer::new(&socket, config.deadline)?);
@@ -152,15 +155,20 @@ impl Client {
         let answer: Preamble = control::read_fixed(&mut socket).map_err(at)?;
         answer.channel().map_err(|error| at(error.into()))?;
 
-        let heartbeat = Heartbeat::start(
-            Arc::new(Mutex::new(vec![writer.clone()])),
-            ClientMessage::Alive,
-            config.deadline,
-        )?;
+        let beat = |deadline| {
+            let listeners = Arc::new(Mutex::new(vec![writer.clone()]));
+            Heartbeat::start(listeners, ClientMessage::Alive, deadline)
+        };
+        // The plan says the aggregator's deadline; until then it may be any.
+        let early = beat(limits::MIN_DEADLINE)?;
         let plan = await_plan(&mut socket, address)?;
         let prepared = Prepared::check(&plan, manifest, address)?;
-        socket.set_read_timeout(Some(Duration::from_millis(plan.deadline_ms)))?;
-        let streams = open_streams(address, &plan, &config)?;
+        let deadline = Duration::from_millis(plan.deadline_ms);
+        let heartbeat = beat(deadline)?;
+        drop(early);
+        socket.set_read_timeout(Some(deadline))?;
+        let streams = open_streams(address, &plan, &config)
+            .map_err(|error| last_words(&mut socket, address, error))?;
 
         let shared = Arc::new(ClientShared::default());
         // Nothing else sets it.
@@ -315,6 +323,9 @@ impl Client {
             }
         };
         self.early.extend(early);
+        for socket in &self.streams {
+            control::refuse_more(socket).map_err(|error| self.transfer_error(error))?;
+        }
         if self.received_digest() != digest {
             return Err(ClientError::Digest { address: self.address.to_string() });
         }
@@ -477,15 +488,17 @@ impl Client {
         ClientError::Control { address: self.address.to_string(), error }
     }
 
+    fn transfer_error(&self, error: TransferError) -> ClientError {
+        ClientError::Transfer { address: self.address.to_string(), error }
+    }
+
     fn unexpected(&self, what: &'static str) -> ClientError {
         self.control_error(ProtocolError::Unexpected { what }.into())
     }
 
     fn lane_error(&self, error: LaneError) -> ClientError {
         match error {
-            LaneError::Peer { error, .. } => {
-                ClientError::Transfer { address: self.address.to_string(), error }
-            }
+            LaneError::Peer { error, .. } => self.transfer_error(error),
             error => ClientError::Lane(error),
         }
     }
@@ -518,6 +531,26 @@ fn await_plan(socket: &mut TcpStream, address: SocketAddr) -> Result<Plan, Clien
             Err(error) => return Err(ClientError::Control { address, error }),
         }
     }
+}
+
+/// A data channel that cannot be opened is often only the first sign that the session has ended:
+/// the control channel says why.
+fn last_words(socket: &mut TcpStream, address: SocketAddr, error: ClientError) -> ClientError {
+    if socket.set_read_timeout(Some(limits::LAST_WORDS)).is_err() {
+        return error;
+    }
+    let patience = Instant::now() + limits::LAST_WORDS;
+    while Instant::now() < patience {
+        match control::read_message(socket, limits::MAX_FRAME_BYTES) {
+            Ok(AggregatorMessage::Failed { reason }) => {
+                let (address, reason) = (address.to_string(), printable(&reason));
+                return ClientError::Ended { address, reason };
+            }
+            Ok(AggregatorMessage::Alive) => {}
+            _ => break,
+        }
+    }
+    error
 }
 
 /// What a plan comes to for this model.

@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 use socket2::{Domain, Protocol, Socket, Type};
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::error::ControlError;
+use crate::error::{ControlError, TransferError};
 use crate::limits;
 use crate::wire::frame;
 use crate::wire::hello::Preamble;
@@ -219,6 +219,16 @@ fn start_congestion(socket: BorrowedFd<'_>, congestion: &Congestion) -> io::Resu
             let _ = UNPACED.iter().any(|name| sockopt::set_tcp_congestion(socket, name).is_ok());
             Ok(())
         }
+    }
+}
+
+/// Fails if more bytes came on a data channel than were agreed: they would be taken for the
+/// beginning of the next model. The socket must not block.
+pub fn refuse_more(socket: &TcpStream) -> Result<(), TransferError> {
+    match socket.peek(&mut [0]) {
+        Ok(1..) => Err(TransferError::TooMuch),
+        // A channel that has ended is found by whoever uses it next.
+        _ => Ok(()),
     }
 }
 

@@ -75,6 +75,10 @@ pub const MAX_FRAME_BYTES: u64 = MAX_HEADER_BYTES + (64 << 10);
 /// Checksums in one control message, 32 KiB of them: signs of life wait no longer than that takes.
 pub const SUMS_PER_MESSAGE: usize = 4096;
 
+/// Descriptors that an aggregator has besides those of its clients: standard streams, listener,
+/// regions, pollers.
+pub const OWN_DESCRIPTORS: u64 = 16;
+
 /// Most clients of one session. Each holds one thread and one socket per lane.
 pub const MAX_CLIENTS: usize = 4096;
 
@@ -95,6 +99,9 @@ pub const DEADLINE: Duration = Duration::from_secs(30);
 
 /// Shortest deadline: signs of life are sent four times in it.
 pub const MIN_DEADLINE_MS: u64 = 200;
+
+/// The same as a duration: how often signs of life are sent while the peer's deadline is unknown.
+pub const MIN_DEADLINE: Duration = Duration::from_millis(MIN_DEADLINE_MS);
 
 /// Longest deadline, a day: a longer one would be no deadline.
 pub const MAX_DEADLINE_MS: u64 = 24 * 3600 * 1000;

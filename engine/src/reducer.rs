@@ -33,7 +33,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::error::ReducerError;
 use crate::limits::{ACCUMULATOR_ALIGN_BYTES, MIN_WEIGHT_SHARE};
-use kernels::{Add, Bf16, Bool, Element, F16, Finish, First};
+use kernels::{Add, Bf16, Bool, Element, F16, Finish, First, Last, Only};
 
 pub use kernels::Level;
 
@@ -193,6 +193,23 @@ pub fn finish(
     finish_at(Level::best(), dtype, weights, acc, out)
 }
 
+/// [`accumulate`] for the last client's chunk and [`finish`] in one pass, with the same bits. What
+/// `acc` holds afterwards is of no use.
+///
+/// # Errors
+/// As [`accumulate`].
+pub fn complete(
+    dtype: Dtype,
+    first: bool,
+    weight: Weight,
+    weights: &Weights,
+    payload: &[u8],
+    acc: &mut [u8],
+    out: &mut [u8],
+) -> Result<(), ReducerError> {
+    complete_at(Level::best(), dtype, first, weight, weights, payload, acc, out)
+}
+
 /// Calls `$function::<E>($arguments)` with the element type `E` of a dtype.
 macro_rules! dispatch {
     ($dtype:expr, $function:ident($($argument:expr),*)) => {
@@ -246,6 +263,29 @@ pub fn finish_at(
     out: &mut [u8],
 ) -> Result<(), ReducerError> {
     dispatch!(dtype, write_mean(level, dtype, weights, acc, out))
+}
+
+/// [`complete`] at a chosen level, as [`accumulate_at`].
+///
+/// # Errors
+/// As [`complete`].
+#[allow(clippy::too_many_arguments)]
+pub fn complete_at(
+    level: Level,
+    dtype: Dtype,
+    first: bool,
+    weight: Weight,
+    weights: &Weights,
+    payload: &[u8],
+    acc: &mut [u8],
+    out: &mut [u8],
+) -> Result<(), ReducerError> {
+    if weight.f64 > 0.0 {
+        dispatch!(dtype, write_last(level, dtype, first, weight, weights, payload, acc, out))
+    } else {
+        accumulate_at(level, dtype, first, weight, payload, acc)?;
+        finish_at(level, dtype, weights, acc, out)
+    }
 }
 
 /// The accumulator types, as numbers.
@@ -307,6 +347,32 @@ fn write_mean<E: Element<Sum: Sum, Bytes: FromBytes + IntoBytes + Immutable>>(
     let sums = <[E::Sum]>::ref_from_bytes(acc).map_err(|_| ReducerError::Misaligned { dtype })?;
     let denominator = E::Sum::pick(weights.denominator);
     level.run(Finish::<E> { denominator, sums, out });
+    Ok(())
+}
+
+#[allow(clippy::too_many_arguments)]
+fn write_last<E: Element<Sum: Sum, Bytes: FromBytes + IntoBytes + Immutable>>(
+    level: Level,
+    dtype: Dtype,
+    first: bool,
+    weight: Weight,
+    weights: &Weights,
+    payload: &[u8],
+    acc: &[u8],
+    out: &mut [u8],
+) -> Result<(), ReducerError> {
+    let partial = |bytes| ReducerError::PartialElement { dtype, bytes };
+    let (payload_bytes, out_bytes) = (payload.len(), out.len());
+    let payload = <[E::Bytes]>::ref_from_bytes(payload).map_err(|_| partial(payload_bytes))?;
+    let out = <[E::Bytes]>::mut_from_bytes(out).map_err(|_| partial(out_bytes))?;
+    check_accumulator::<E>(dtype, payload.len(), acc)?;
+    check_accumulator::<E>(dtype, out.len(), acc)?;
+    let sums = <[E::Sum]>::ref_from_bytes(acc).map_err(|_| ReducerError::Misaligned { dtype })?;
+    let (weight, denominator) = (E::Sum::pick(weight), E::Sum::pick(weights.denominator));
+    match first {
+        true => level.run(Only::<E> { weight, payload, denominator, out }),
+        false => level.run(Last::<E> { weight, payload, sums, denominator, out }),
+    }
     Ok(())
 }
 

@@ -1,12 +1,12 @@
 //! Accepts connections, finds out what each one is, and lets in those that may. A stranger costs
 //! one thread for a few seconds and can end nothing.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -29,8 +29,14 @@ struct Hall {
     tickets: Mutex<Option<Tickets>>,
     events: Sender<Event>,
     congestion: Congestion,
-    visitors: AtomicUsize,
+    visitors: Mutex<Visitors>,
     closed: AtomicBool,
+}
+
+impl Hall {
+    fn visitors(&self) -> MutexGuard<'_, Visitors> {
+        self.visitors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The listening side of an aggregator.
@@ -52,7 +58,7 @@ impl Door {
             tickets: Mutex::new(None),
             events,
             congestion,
-            visitors: AtomicUsize::new(0),
+            visitors: Mutex::default(),
             closed: AtomicBool::new(false),
         });
         let inside = hall.clone();
@@ -77,6 +83,10 @@ impl Drop for Door {
             // The thread cannot panic, and there is nobody to tell.
             let _ = thread.join();
         }
+        for visitor in self.hall.visitors().sockets.values() {
+            // Fails where the visitor has left already.
+            let _ = visitor.shutdown(Shutdown::Both);
+        }
     }
 }
 
@@ -96,36 +106,67 @@ fn accept_all(listener: &TcpListener, hall: &Arc<Hall>) {
     }
 }
 
+/// Serves a visitor on a thread of its own. Too many make the oldest leave: whoever means well
+/// says at once who it is, and so is never the oldest for long.
 fn receive_visitor(socket: TcpStream, hall: &Arc<Hall>) {
-    if hall.visitors.fetch_add(1, Ordering::SeqCst) >= limits::MAX_VISITORS {
-        hall.visitors.fetch_sub(1, Ordering::SeqCst);
-        tracing::warn!(
-            "more than {} connections at once have not said yet who they are; one was closed",
-            limits::MAX_VISITORS
-        );
-        return;
-    }
+    let entered = hall.visitors().enter(&socket);
+    let number = match entered {
+        Ok(number) => number,
+        Err(error) => return tracing::warn!("a connection could not be served: {error}"),
+    };
     let inside = hall.clone();
     let spawned = std::thread::Builder::new().name("visitor".into()).spawn(move || {
         let peer = socket.peer_addr().map_or_else(|_| "a peer that left".into(), |a| a.to_string());
-        if let Err(error) = welcome(socket, &inside) {
-            tracing::warn!("connection from {peer} refused: {error}");
+        let welcomed = welcome(socket, &inside);
+        if !inside.visitors().leave(number) {
+            tracing::warn!("connection from {peer} closed: others came, and it had said nothing");
+            return;
         }
-        inside.visitors.fetch_sub(1, Ordering::SeqCst);
+        match welcomed {
+            // Nobody listens any more when the session has ended; the socket then closes.
+            Ok(event) => drop(inside.events.send(event)),
+            Err(error) => tracing::warn!("connection from {peer} refused: {error}"),
+        }
     });
     if let Err(error) = spawned {
-        hall.visitors.fetch_sub(1, Ordering::SeqCst);
+        hall.visitors().leave(number);
         tracing::warn!("a connection could not be served: {error}");
     }
 }
 
-fn welcome(mut socket: TcpStream, hall: &Hall) -> Result<(), DoorError> {
+/// Connections that have not said yet who they are, by the order in which they came.
+#[derive(Default)]
+struct Visitors {
+    next: u64,
+    sockets: BTreeMap<u64, TcpStream>,
+}
+
+impl Visitors {
+    fn enter(&mut self, socket: &TcpStream) -> io::Result<u64> {
+        if self.sockets.len() >= limits::MAX_VISITORS
+            && let Some((_, oldest)) = self.sockets.pop_first()
+        {
+            // Fails where the visitor has left already.
+            let _ = oldest.shutdown(Shutdown::Both);
+        }
+        self.next += 1;
+        self.sockets.insert(self.next, socket.try_clone()?);
+        Ok(self.next)
+    }
+
+    /// False if the visitor was made to leave before.
+    fn leave(&mut self, number: u64) -> bool {
+        self.sockets.remove(&number).is_some()
+    }
+}
+
+fn welcome(mut socket: TcpStream, hall: &Hall) -> Result<Event, DoorError> {
     socket.set_read_timeout(Some(limits::HANDSHAKE))?;
     socket.set_write_timeout(Some(limits::HANDSHAKE))?;
     control::settle(&socket, &hall.congestion)?;
     let preamble: Preamble = control::read_fixed(&mut socket)?;
     match preamble.channel() {
-        Ok(Channel::Control) => welcome_client(socket, hall),
+        Ok(Channel::Control) => welcome_client(socket),
         Ok(Channel::Data) => welcome_stream(socket, hall),
         Err(error) => {
             // So that a peer of another version can say what it met.
@@ -135,19 +176,17 @@ fn welcome(mut socket: TcpStream, hall: &Hall) -> Result<(), DoorError> {
     }
 }
 
-fn welcome_client(mut socket: TcpStream, hall: &Hall) -> Result<(), DoorError> {
+fn welcome_client(mut socket: TcpStream) -> Result<Event, DoorError> {
     control::write_fixed(&mut socket, &Preamble::new(Channel::Control))?;
     let message = control::read_message(&mut socket, limits::MAX_FRAME_BYTES)?;
     let ClientMessage::Join { name, examples, header } = message else {
         return Err(DoorError::NoJoin);
     };
     let address = socket.peer_addr()?;
-    // Nobody listens any more when the session has ended; the socket then closes.
-    let _ = hall.events.send(Event::Joined { socket, address, name, examples, header });
-    Ok(())
+    Ok(Event::Joined { socket, address, name, examples, header })
 }
 
-fn welcome_stream(mut socket: TcpStream, hall: &Hall) -> Result<(), DoorError> {
+fn welcome_stream(mut socket: TcpStream, hall: &Hall) -> Result<Event, DoorError> {
     let hello: DataHello = control::read_fixed(&mut socket)?;
     let answer = check_ticket(&hello, hall);
     control::write_fixed(&mut socket, &Preamble::answering(Channel::Data, answer))?;
@@ -155,8 +194,7 @@ fn welcome_stream(mut socket: TcpStream, hall: &Hall) -> Result<(), DoorError> {
         Answer::Admitted => {
             socket.set_nonblocking(true)?;
             let (client, stream) = (hello.client(), hello.stream());
-            let _ = hall.events.send(Event::Stream { client, stream, socket });
-            Ok(())
+            Ok(Event::Stream { client, stream, socket })
         }
         answer => Err(DoorError::Ticket { answer: answer.text() }),
     }

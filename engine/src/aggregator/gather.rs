@@ -14,7 +14,7 @@ use super::{
     Aggregator, AggregatorConfig, Averaging, Event, Peer, PeerShared, Session, Sizes, read_client,
 };
 use crate::control::{Heartbeat, Listeners, Writer, printable};
-use crate::error::{AggregatorError, Fault};
+use crate::error::{AggregatorError, Fault, ReducerError};
 use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::{Meter, Phase};
@@ -34,12 +34,16 @@ impl Aggregator {
     pub fn gather(self, manifest: Option<Manifest>) -> Result<Session, AggregatorError> {
         let listeners = Listeners::default();
         let deadline = self.config.deadline;
-        let heartbeat = Heartbeat::start(listeners.clone(), AggregatorMessage::Alive, deadline)?;
+        let beat =
+            |deadline| Heartbeat::start(listeners.clone(), AggregatorMessage::Alive, deadline);
+        let heartbeat = beat(deadline)?;
+        // Until a client knows the plan, its own deadline counts, and that is not known here.
+        let _early = beat(limits::MIN_DEADLINE)?;
         let mut gathering = Gathering {
             aggregator: self,
             model: None,
             peers: Vec::new(),
-            listeners,
+            listeners: listeners.clone(),
             pool: Arc::default(),
             warmed: None,
         };
@@ -49,7 +53,7 @@ impl Aggregator {
         match gathering.collect().and_then(|()| gathering.connect()) {
             Ok(agreed) => Ok(gathering.into_session(agreed, heartbeat)),
             Err(error) => {
-                tell_all(&gathering.peers, &error.to_string());
+                tell_all(&gathering.peers, &error);
                 Err(error)
             }
         }
@@ -57,8 +61,8 @@ impl Aggregator {
 }
 
 /// Tells every client why the session ends, so that each can say it.
-pub(super) fn tell_all(peers: &[Peer], reason: &str) {
-    let reason = printable(reason);
+pub(super) fn tell_all(peers: &[Peer], reason: impl ToString) {
+    let reason = printable(&reason.to_string());
     for peer in peers {
         // A client that is gone need not hear it.
         let _ = peer.writer.send(&AggregatorMessage::Failed { reason: reason.clone() });
@@ -200,12 +204,27 @@ impl Gathering {
         if self.model.is_none() { self.set_model(manifest) } else { Ok(()) }
     }
 
+    /// Weights are numbered; people know clients by name.
+    fn blame(&self, error: ReducerError) -> AggregatorError {
+        let (client, why) = match error {
+            ReducerError::WeightTooSmall { client, .. } => {
+                (client, "is too small beside the others; set it to zero")
+            }
+            ReducerError::WeightSum { client, .. } => {
+                (client, "makes their sum overflow; scale all of them down")
+            }
+            error => return error.into(),
+        };
+        let peer = &self.peers[client];
+        peer.fault(Fault::Weight { examples: peer.examples, why })
+    }
+
     /// Sends each client its plan, and waits for its data channels and for the memory.
     fn connect(&mut self) -> Result<Agreed, AggregatorError> {
         let config = &self.aggregator.config;
         let (manifest, layout) = self.model.clone().ok_or_else(|| io::Error::other("no client"))?;
         let examples: Vec<f64> = self.peers.iter().map(|peer| peer.examples).collect();
-        let weights = Weights::new(&examples)?;
+        let weights = Weights::new(&examples).map_err(|error| self.blame(error))?;
         let chunks = manifest.chunks(config.chunk_bytes)?;
         // More lanes than chunks would leave some without work.
         let lanes = chunks.lanes(config.streams.min(chunks.len().max(1)));

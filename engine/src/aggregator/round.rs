@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use super::gather::{refuse_late, unexpected};
 use super::{AggregatorConfig, Averaging, Event, Model, Peer, Session, Sizes};
-use crate::control::printable;
-use crate::error::{AggregatorError, Fault, LaneError, SinkError, TransferError};
+use crate::control::{printable, refuse_more};
+use crate::error::{AggregatorError, ControlError, Fault, LaneError, SinkError, TransferError};
 use crate::lane::receive::{Incoming, Shared, receive};
 use crate::lane::run_lane;
 use crate::lane::send::{Outgoing, send};
@@ -83,6 +83,7 @@ impl Session {
             Averaging::Staged => self.stage(&mut regions)?,
             Averaging::Checksum | Averaging::Discard => self.drop_updates()?,
         }
+        self.refuse_more()?;
         let bytes = self.manifest.data_bytes() * self.peers.len() as u64;
         self.phases.push(meter.stop(bytes).received_by(self.config.receive_path));
         if self.config.averaging == Averaging::Staged {
@@ -101,6 +102,16 @@ impl Session {
         let sinks = self.mean_sinks(regions, sums)?;
         let lanes = self.incoming_lanes(sinks)?;
         self.watch().run(lanes)
+    }
+
+    /// Between transfers every data channel is empty.
+    fn refuse_more(&self) -> Result<(), AggregatorError> {
+        for peer in &self.peers {
+            for socket in &peer.streams {
+                refuse_more(socket).map_err(|error| peer.fault(error))?;
+            }
+        }
+        Ok(())
     }
 
     /// Receives everything, every client's update into a region of its own.
@@ -236,6 +247,7 @@ impl Session {
         watch.confirmed = Some((round, digest, vec![false; self.peers.len()]));
         watch.run(lanes)?;
         watch.await_confirmations()?;
+        self.refuse_more()?;
         let phase = meter.stop(self.manifest.data_bytes() * self.peers.len() as u64);
         self.phases.push(phase.sent_by(kind));
         Ok(())
@@ -272,6 +284,7 @@ impl Session {
 
     /// When something ends the session, every client hears why.
     fn end_on_error<T>(&self, result: Result<T, AggregatorError>) -> Result<T, AggregatorError> {
+        let result = result.map_err(|error| self.watch().explain(error));
         if let Err(error) = &result {
             self.give_up(&error.to_string());
         }
@@ -349,7 +362,7 @@ impl Watch<'_> {
                 }
             }
         });
-        failure.map_or(Ok(()), |error| Err(self.explain(error)))
+        failure.map_or(Ok(()), Err)
     }
 
     fn await_confirmations(&mut self) -> Result<(), AggregatorError> {
@@ -402,13 +415,16 @@ impl Watch<'_> {
         }
     }
 
-    /// A data channel that breaks is often only the first sign: the client's last words, or the
-    /// end of its control channel, say more.
+    /// A connection that breaks is often only the first sign: the client's last words, or the end
+    /// of its control channel, say more.
     fn explain(&mut self, error: AggregatorError) -> AggregatorError {
-        let AggregatorError::Client { client, error: Fault::Transfer(broken) } = &error else {
-            return error;
-        };
-        if !matches!(broken, TransferError::Closed | TransferError::Io(_)) {
+        let AggregatorError::Client { client, error: fault } = &error else { return error };
+        let broken = matches!(
+            fault,
+            Fault::Transfer(TransferError::Closed | TransferError::Io(_))
+                | Fault::Control(ControlError::Io(_))
+        );
+        if !broken {
             return error;
         }
         let patience = Instant::now() + limits::LAST_WORDS;

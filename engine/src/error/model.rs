@@ -334,7 +334,7 @@ pub enum SinkError {
 pub enum ReducerError {
     /// The dtype has no mean that would make sense.
     #[error(
-        "tensor {tensor}: {dtype:?} is not averaged; send it without averaging or leave it out"
+        "tensor {tensor:?}: {dtype:?} is not averaged; send it without averaging or leave it out"
     )]
     NotAveraged {
         /// Name of the tensor.

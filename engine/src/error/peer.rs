@@ -133,6 +133,9 @@ pub enum TransferError {
     /// The peer closed it before the last byte.
     #[error("the data connection was closed before all bytes had come")]
     Closed,
+    /// The peer sent on behind the last byte.
+    #[error("more bytes than were agreed came on a data connection")]
+    TooMuch,
     /// No byte moved for the length of the deadline.
     #[error("no byte moved for {seconds:.1} s, which is longer than the deadline")]
     Stalled {
@@ -234,10 +237,18 @@ pub enum Fault {
         difference: String,
     },
     /// Its weight cannot be used.
-    #[error("its number of examples is {examples}; it must be finite and not negative")]
+    #[error("its number of examples is {examples:?}; it must be finite and not negative")]
     Examples {
         /// What it sent.
         examples: f64,
+    },
+    /// Its weight cannot be used beside those of the others.
+    #[error("its number of examples is {examples:?}, which {why}")]
+    Weight {
+        /// What it sent.
+        examples: f64,
+        /// What is wrong with it.
+        why: &'static str,
     },
     /// Its name cannot be used.
     #[error("its name {why}")]
@@ -272,6 +283,18 @@ pub enum AggregatorError {
         least: u64,
         /// The largest value.
         most: u64,
+    },
+    /// More clients than this process may have connections.
+    #[error(
+        "{clients} clients take at least {wanted} open files and the limit is {limit}; raise it with `ulimit -n`"
+    )]
+    OpenFiles {
+        /// Clients to wait for.
+        clients: usize,
+        /// Descriptors that they take.
+        wanted: u64,
+        /// Descriptors that there may be.
+        limit: u64,
     },
     /// The address cannot be listened on.
     #[error("cannot listen on {address}: {source}; choose another --listen address or port")]

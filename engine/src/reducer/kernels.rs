@@ -136,6 +136,42 @@ impl<E: Element> Kernel for Finish<'_, E> {
     }
 }
 
+/// `out = round((sums + weight * payload) / denominator)`: [`Add`] and [`Finish`] in one pass, with
+/// the same roundings.
+pub(super) struct Last<'a, E: Element> {
+    pub weight: E::Sum,
+    pub payload: &'a [E::Bytes],
+    pub sums: &'a [E::Sum],
+    pub denominator: E::Sum,
+    pub out: &'a mut [E::Bytes],
+}
+
+impl<E: Element> Kernel for Last<'_, E> {
+    #[inline(always)]
+    fn run(self) {
+        for ((out, &sum), &x) in self.out.iter_mut().zip(self.sums).zip(self.payload) {
+            *out = E::mean(sum + self.weight * E::widen(x), self.denominator);
+        }
+    }
+}
+
+/// `out = round(weight * payload / denominator)`: [`First`] and [`Finish`] in one pass.
+pub(super) struct Only<'a, E: Element> {
+    pub weight: E::Sum,
+    pub payload: &'a [E::Bytes],
+    pub denominator: E::Sum,
+    pub out: &'a mut [E::Bytes],
+}
+
+impl<E: Element> Kernel for Only<'_, E> {
+    #[inline(always)]
+    fn run(self) {
+        for (out, &x) in self.out.iter_mut().zip(self.payload) {
+            *out = E::mean(self.weight * E::widen(x), self.denominator);
+        }
+    }
+}
+
 pub(super) struct F16;
 pub(super) struct Bf16;
 pub(super) struct Bool;

@@ -6,8 +6,12 @@ use std::ops::Range;
 use super::Sink;
 use crate::error::{ReducerError, SinkError};
 use crate::manifest::{Chunk, ChunkTable};
-use crate::reducer::{self, AccumulatorLayout, Weights};
-use crate::wire::checksum::chunk_sum;
+use crate::reducer::{self, AccumulatorLayout, Weight, Weights};
+use crate::wire::checksum::ChunkSum;
+
+/// Bytes of payload that are completed at once: with their sums and their mean they stay in the L1
+/// cache. A multiple of every element's size.
+const BLOCK_BYTES: usize = 8 << 10;
 
 /// The weighted mean of one lane.
 pub struct MeanSink<'a> {
@@ -20,8 +24,6 @@ pub struct MeanSink<'a> {
     /// mean takes the place of the sums.
     model: Option<&'a mut [u8]>,
     model_start: u64,
-    /// Holds the mean of a chunk on its way to that place.
-    scratch: Vec<u8>,
     /// Checksums of the new model's chunks in this lane.
     sums: &'a mut [u64],
     first_chunk: usize,
@@ -57,30 +59,44 @@ impl<'a> MeanSink<'a> {
             accumulator_start: span.start,
             model: slices.model,
             model_start: bytes.start,
-            scratch: Vec::new(),
             sums: slices.sums,
             first_chunk: range.start,
             arrived: vec![0; range.len()],
         })
     }
 
-    fn finish(&mut self, chunk: &Chunk, sums: Range<usize>) -> Result<(), SinkError> {
+    /// Folds in the last client's chunk and writes the mean, block by block, so that the checksum
+    /// and a mean that takes the place of the sums find it in the innermost cache.
+    fn complete(
+        &mut self,
+        chunk: &Chunk,
+        first: bool,
+        weight: Weight,
+        payload: &[u8],
+        sums: Range<usize>,
+    ) -> Result<(), SinkError> {
         let accumulator = &mut self.accumulator[sums];
-        let out = match &mut self.model {
-            Some(model) => {
-                let start = (chunk.bytes.start - self.model_start) as usize;
-                &mut model[start..start + chunk.length()]
+        // Whole blocks of the payload have whole blocks of sums.
+        let sums_bytes = BLOCK_BYTES * accumulator.len() / payload.len().max(1);
+        let start = (chunk.bytes.start - self.model_start) as usize;
+        let mut model = self.model.as_mut().map(|model| &mut model[start..start + payload.len()]);
+        let mut sum = ChunkSum::new();
+        let mut scratch = [0; BLOCK_BYTES];
+        let blocks = payload.chunks(BLOCK_BYTES).zip(accumulator.chunks_mut(sums_bytes.max(1)));
+        for (number, (payload, sums)) in blocks.enumerate() {
+            let (dtype, weights) = (chunk.dtype, self.weights);
+            let in_place = model.is_none();
+            let out = match &mut model {
+                Some(model) => &mut model[number * BLOCK_BYTES..][..payload.len()],
+                None => &mut scratch[..payload.len()],
+            };
+            reducer::complete(dtype, first, weight, weights, payload, sums, out)?;
+            sum.update(out);
+            if in_place {
+                sums.copy_from_slice(out);
             }
-            None => {
-                self.scratch.resize(chunk.length(), 0);
-                &mut self.scratch[..]
-            }
-        };
-        reducer::finish(chunk.dtype, self.weights, accumulator, out)?;
-        self.sums[chunk.index - self.first_chunk] = chunk_sum(out);
-        if self.model.is_none() {
-            accumulator.copy_from_slice(&self.scratch);
         }
+        self.sums[chunk.index - self.first_chunk] = sum.finish();
         Ok(())
     }
 }
@@ -94,17 +110,11 @@ impl Sink for MeanSink<'_> {
         let arrived = &mut self.arrived[chunk.index - self.first_chunk];
         let first = *arrived == 0;
         *arrived += 1;
-        let complete = *arrived == self.weights.clients();
-        reducer::accumulate(
-            chunk.dtype,
-            first,
-            weight,
-            bytes,
-            &mut self.accumulator[sums.clone()],
-        )?;
-        if complete {
-            self.finish(chunk, sums)?;
+        if *arrived == self.weights.clients() {
+            return self.complete(chunk, first, weight, bytes, sums);
         }
+        let accumulator = &mut self.accumulator[sums];
+        reducer::accumulate(chunk.dtype, first, weight, bytes, accumulator)?;
         Ok(())
     }
 }

@@ -4,6 +4,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
 /// CPU seconds and page faults of this process since it started (getrusage(2)).
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Usage {
@@ -35,6 +37,22 @@ pub fn usage() -> Usage {
 /// parent held when it forked us).
 pub fn peak_rss_bytes() -> u64 {
     field_kib("/proc/self/status", "VmHWM:").unwrap_or(0) << 10
+}
+
+/// Lets this process have `wanted` open files, as far as its hard limit allows; gives the limit
+/// that it then has.
+pub fn allow_open_files(wanted: u64) -> u64 {
+    let limit = getrlimit(Resource::Nofile);
+    // Without a number there is no limit.
+    let (now, most) = (limit.current.unwrap_or(u64::MAX), limit.maximum.unwrap_or(u64::MAX));
+    let raised = wanted.min(most);
+    if raised <= now {
+        return now;
+    }
+    match setrlimit(Resource::Nofile, Rlimit { current: Some(raised), ..limit }) {
+        Ok(()) => raised,
+        Err(_) => now,
+    }
 }
 
 /// Bytes that may still be allocated, and what sets that bound.

@@ -1,0 +1,200 @@
+//! Many sessions in one process, half of which fail, leave no descriptor, no thread and no
+//! memory behind.
+
+use std::io::Write;
+use std::net::{SocketAddr, TcpStream};
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use fedlane::aggregator::{Aggregator, AggregatorConfig};
+use fedlane::client::{Client, ClientConfig, Target, Task};
+use fedlane::control::{Congestion, Heartbeat, Writer, read_fixed, write_fixed};
+use fedlane::manifest::{Dtype, Manifest, synthetic};
+use fedlane::paths::ReceiveKind;
+use fedlane::source::generator::Generator;
+use fedlane::wire::hello::{Channel, Preamble};
+use fedlane::wire::message::ClientMessage;
+
+const DEADLINE: Duration = Duration::from_millis(300);
+
+/// Memory that allocator and runtime may keep between two looks.
+const SLACK_KIB: u64 = 16 << 10;
+
+fn model() -> Manifest {
+    synthetic(1 << 20, Dtype::F32).unwrap()
+}
+
+/// Starts an aggregator for two clients; it gives what its session came to.
+fn aggregator() -> (SocketAddr, JoinHandle<Result<(), String>>) {
+    let config =
+        AggregatorConfig { clients: 2, streams: 2, deadline: DEADLINE, ..Default::default() };
+    let aggregator = Aggregator::bind("127.0.0.1:0", config).unwrap();
+    let address = aggregator.address();
+    let run = move || {
+        let mut session = aggregator.gather(None)?;
+        session.round()?;
+        session.broadcast()?;
+        session.finish().map(drop)
+    };
+    let run = move || run().map_err(|error: fedlane::error::AggregatorError| error.to_string());
+    (address, std::thread::spawn(run))
+}
+
+fn config(name: &str) -> ClientConfig {
+    ClientConfig {
+        name: name.to_string(),
+        examples: 1.0,
+        send_path: None,
+        receive_path: ReceiveKind::default(),
+        congestion: Congestion::Auto,
+        deadline: DEADLINE,
+    }
+}
+
+/// A client that plays by the rules.
+fn honest(address: SocketAddr, name: &'static str) -> JoinHandle<Result<(), String>> {
+    let run = move || {
+        let mut client = Client::join(address, config(name), &model())?;
+        loop {
+            match client.next_task()? {
+                Task::Upload { round } => client.upload(round, &Generator::new(model(), 1))?,
+                Task::Download { round, digest } => {
+                    client.download(round, digest, Target::Check)?;
+                    client.confirm(round)?;
+                }
+                Task::Done => return Ok(()),
+            }
+        }
+    };
+    std::thread::spawn(move || {
+        run().map_err(|error: fedlane::error::ClientError| error.to_string())
+    })
+}
+
+/// A control connection that has joined as "bad".
+fn joined(address: SocketAddr) -> TcpStream {
+    let mut socket = TcpStream::connect(address).unwrap();
+    write_fixed(&mut socket, &Preamble::new(Channel::Control)).unwrap();
+    let answer: Preamble = read_fixed(&mut socket).unwrap();
+    assert_eq!(answer.channel().unwrap(), Channel::Control);
+    let header = model().header().to_vec();
+    let join = ClientMessage::Join { name: "bad".into(), examples: 1.0, header };
+    Writer::new(&socket, DEADLINE).unwrap().send(&join).unwrap();
+    socket
+}
+
+/// What the second client does.
+#[derive(Clone, Copy, Debug)]
+enum Second {
+    PlaysByTheRules,
+    LeavesWhenAsked,
+    SendsGarbage,
+    SaysNothing,
+    LivesAndDoesNothing,
+    HasATakenName,
+}
+
+impl Second {
+    fn run(self, address: SocketAddr) {
+        match self {
+            Second::PlaysByTheRules => honest(address, "bad").join().unwrap().unwrap(),
+            Second::LeavesWhenAsked => {
+                let mut client = Client::join(address, config("bad"), &model()).unwrap();
+                assert_eq!(client.next_task().unwrap(), Task::Upload { round: 1 });
+            }
+            Second::SendsGarbage => joined(address).write_all(&[0xee; 64]).unwrap(),
+            Second::SaysNothing => await_end(&mut joined(address)),
+            Second::LivesAndDoesNothing => {
+                let mut socket = joined(address);
+                let listeners = vec![Arc::new(Writer::new(&socket, DEADLINE).unwrap())];
+                let listeners = Arc::new(Mutex::new(listeners));
+                let pulse = Heartbeat::start(listeners, ClientMessage::Alive, DEADLINE).unwrap();
+                await_end(&mut socket);
+                drop(pulse);
+            }
+            Second::HasATakenName => {
+                honest(address, "good").join().unwrap().unwrap_err();
+            }
+        }
+    }
+}
+
+/// Reads until the other side ends the connection.
+fn await_end(socket: &mut TcpStream) {
+    socket.set_read_timeout(Some(20 * DEADLINE)).unwrap();
+    let read = std::io::copy(socket, &mut std::io::sink());
+    let timed_out = read.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock);
+    assert!(!timed_out, "the connection is still open");
+}
+
+/// One session; strangers hold connections open all the while.
+fn session(second: Second) {
+    let (address, aggregator) = aggregator();
+    let strangers: Vec<TcpStream> = (0..5).map(|_| TcpStream::connect(address).unwrap()).collect();
+    let first = honest(address, "good");
+    second.run(address);
+    let results = [aggregator.join().unwrap(), first.join().unwrap()];
+    match second {
+        Second::PlaysByTheRules => assert_eq!(results, [Ok(()), Ok(())]),
+        // Where both have the same name, either may be the second to come.
+        Second::HasATakenName => assert!(results.iter().all(Result::is_err), "{results:?}"),
+        _ => {
+            for result in results {
+                let error = result.unwrap_err();
+                assert!(error.contains("client \"bad\" (127.0.0.1:"), "{second:?}: {error}");
+            }
+        }
+    }
+    drop(strangers);
+}
+
+fn entries(directory: &str) -> usize {
+    Path::new(directory).read_dir().unwrap().count()
+}
+
+fn resident_kib() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+/// Open descriptors and threads, once nothing of the last session is ending any more.
+fn settled() -> (usize, usize) {
+    let count = || (entries("/proc/self/fd"), entries("/proc/self/task"));
+    let mut last = (count(), Instant::now());
+    while last.1.elapsed() < Duration::from_millis(500) {
+        std::thread::sleep(Duration::from_millis(10));
+        let now = count();
+        if now != last.0 {
+            last = (now, Instant::now());
+        }
+    }
+    last.0
+}
+
+#[test]
+fn thirty_sessions_leave_nothing_behind() {
+    const FAULTS: [Second; 5] = [
+        Second::LeavesWhenAsked,
+        Second::SendsGarbage,
+        Second::SaysNothing,
+        Second::LivesAndDoesNothing,
+        Second::HasATakenName,
+    ];
+    let run = |sessions: usize| {
+        for number in 0..sessions / 2 {
+            session(Second::PlaysByTheRules);
+            session(FAULTS[number % FAULTS.len()]);
+        }
+    };
+    // The first sessions load what stays loaded.
+    run(10);
+    let before = settled();
+    let resident = resident_kib();
+    run(30);
+    assert_eq!(settled(), before, "descriptors and threads");
+    let grown = resident_kib().saturating_sub(resident);
+    assert!(grown < SLACK_KIB, "{grown} KiB more are resident");
+}

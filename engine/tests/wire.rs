@@ -1,0 +1,352 @@
+//! Every byte of the protocol: golden bytes, the drawings of docs/WIRE.md, and what the decoders
+//! refuse.
+
+mod wire_examples;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use fedlane::error::WireError;
+use fedlane::limits;
+use fedlane::manifest::{Dtype, Manifest};
+use fedlane::wire::checksum::{chunk_sum, model_digest};
+use fedlane::wire::frame::{self, LENGTH_BYTES};
+use fedlane::wire::hello::{Answer, Channel, DataHello, MAGIC, Preamble, VERSION};
+use fedlane::wire::message::{AggregatorMessage, ClientMessage, Plan};
+use proptest::collection::vec;
+use proptest::prelude::*;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use zerocopy::FromBytes;
+
+use wire_examples::{Example, examples};
+
+fn from_root(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
+}
+
+#[test]
+fn bytes_equal_the_golden_ones() {
+    for example in examples() {
+        insta::assert_snapshot!(example.name.as_str(), example.drawing());
+    }
+}
+
+/// The document shows each example in a block ```` ```hex name ````.
+#[test]
+fn the_document_shows_the_golden_bytes() {
+    let text = std::fs::read_to_string(from_root("docs/WIRE.md")).unwrap();
+    let mut shown = Vec::new();
+    let mut lines = text.lines();
+    while let Some(line) = lines.next() {
+        if let Some(name) = line.strip_prefix("```hex ") {
+            let block: Vec<&str> = lines.by_ref().take_while(|line| *line != "```").collect();
+            shown.push((name.to_owned(), block.join("\n")));
+        }
+    }
+    let drawn: Vec<_> = examples().iter().map(|e| (e.name.clone(), e.drawing())).collect();
+    for (name, drawing) in &drawn {
+        let block = shown.iter().find(|(shown, _)| shown == name);
+        let (_, block) = block.unwrap_or_else(|| panic!("docs/WIRE.md has no block {name}"));
+        assert_eq!(block, drawing, "block {name} of docs/WIRE.md");
+    }
+    assert_eq!(shown.len(), drawn.len(), "docs/WIRE.md has a block that is no example");
+}
+
+#[test]
+fn the_document_names_the_numbers_in_force() {
+    let text = std::fs::read_to_string(from_root("docs/WIRE.md")).unwrap();
+    let numbers: [(&str, u64); 16] = [
+        ("MAX_FRAME_BYTES", limits::MAX_FRAME_BYTES),
+        ("MAX_HEADER_BYTES", limits::MAX_HEADER_BYTES),
+        ("MAX_TENSORS", limits::MAX_TENSORS as u64),
+        ("MAX_TENSOR_NAME_BYTES", limits::MAX_TENSOR_NAME_BYTES as u64),
+        ("MAX_TENSOR_DIMS", limits::MAX_TENSOR_DIMS as u64),
+        ("MAX_MODEL_BYTES", limits::MAX_MODEL_BYTES),
+        ("MAX_CHUNKS", limits::MAX_CHUNKS as u64),
+        ("MIN_CHUNK_BYTES", limits::MIN_CHUNK_BYTES),
+        ("MAX_CHUNK_BYTES", limits::MAX_CHUNK_BYTES),
+        ("SUMS_PER_MESSAGE", limits::SUMS_PER_MESSAGE as u64),
+        ("MAX_CLIENTS", limits::MAX_CLIENTS as u64),
+        ("MAX_STREAMS", limits::MAX_STREAMS as u64),
+        ("MAX_ROUNDS", limits::MAX_ROUNDS.into()),
+        ("MIN_DEADLINE_MS", limits::MIN_DEADLINE_MS),
+        ("MAX_DEADLINE_MS", limits::MAX_DEADLINE_MS),
+        ("MAX_VISITORS", limits::MAX_VISITORS as u64),
+    ];
+    for (name, number) in numbers {
+        let row = text.lines().find(|line| line.starts_with(&format!("| `{name}` |")));
+        let row = row.unwrap_or_else(|| panic!("docs/WIRE.md does not list {name}"));
+        let cell = row.split('|').nth(2).unwrap().trim().replace(',', "");
+        assert_eq!(cell, number.to_string(), "{name} in docs/WIRE.md");
+    }
+}
+
+/// The fuzzers start from the examples. FEDLANE_WRITE_SEEDS=1 writes them anew.
+#[test]
+fn the_seeds_of_the_fuzzers_are_the_examples() {
+    for (target, name, bytes) in seeds(&examples()) {
+        let path = from_root("fuzz/seeds").join(target).join(&name);
+        if std::env::var_os("FEDLANE_WRITE_SEEDS").is_some() {
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(&path, &bytes).unwrap();
+        }
+        let found = std::fs::read(&path).unwrap_or_default();
+        assert!(found == bytes, "fuzz/seeds/{target}/{name}: run with FEDLANE_WRITE_SEEDS=1");
+    }
+}
+
+fn seeds(examples: &[Example]) -> Vec<(&'static str, String, Vec<u8>)> {
+    let mut seeds = Vec::new();
+    for side in ["client", "aggregator"] {
+        let frames = examples.iter().filter(|example| example.name.starts_with(side));
+        for example in frames.clone() {
+            seeds.push(("frame", example.name.clone(), example.bytes[LENGTH_BYTES..].to_vec()));
+        }
+        let session: Vec<u8> = frames.flat_map(|example| example.bytes.clone()).collect();
+        seeds.push(("control", side.to_owned(), session));
+    }
+    let bytes = |name| &examples.iter().find(|example| example.name == name).unwrap().bytes[..];
+    seeds.push(("hello", "control".to_owned(), bytes("preamble-control").to_vec()));
+    let data = [bytes("preamble-data"), bytes("data-hello")].concat();
+    seeds.push(("hello", "data".to_owned(), data));
+    seeds.push(("manifest", "one-tensor".to_owned(), wire_examples::HEADER.to_vec()));
+    seeds.push(("manifest", "three-dtypes".to_owned(), wire_examples::THREE_DTYPES.to_vec()));
+    // A U8 tensor of 4 elements, a BF16 one of 3, an F32 one of none.
+    let gapless = [[0, 0, 4], [1, 4, 3], [2, 10, 0]].concat();
+    seeds.push(("layout", "gapless".to_owned(), gapless));
+    seeds
+}
+
+#[test]
+fn a_checksum_is_crc64_nvme() {
+    // The check value of the catalogue of CRC algorithms.
+    assert_eq!(chunk_sum(b"123456789"), 0xae8b_1486_0a79_9888);
+}
+
+#[test]
+fn a_digest_follows_its_definition() {
+    let (layout, sums) = ([7; 32], [1, 0xae8b_1486_0a79_9888]);
+    let mut hashed = layout.to_vec();
+    hashed.extend_from_slice(&262_144_u64.to_le_bytes());
+    hashed.extend(sums.iter().flat_map(|sum: &u64| sum.to_le_bytes()));
+    let expected = blake3::derive_key("fedlane 2026 model digest", &hashed);
+    assert_eq!(model_digest(&layout, 262_144, &sums), expected);
+}
+
+#[test]
+fn a_layout_digest_follows_its_definition() {
+    let mut hashed = b"fedlane layout 1".to_vec();
+    for text in ["w", "F32"] {
+        hashed.extend((text.len() as u64).to_le_bytes());
+        hashed.extend(text.bytes());
+    }
+    // One dimension of 2, at bytes 0 to 8.
+    hashed.extend([1_u64, 2, 0, 8].iter().flat_map(|number| number.to_le_bytes()));
+    let manifest = Manifest::from_header(wire_examples::HEADER).unwrap();
+    assert_eq!(manifest.layout_digest(), *blake3::hash(&hashed).as_bytes());
+}
+
+#[test]
+fn the_documents_example_is_cut_as_it_says() {
+    let tensor = ("w".to_owned(), Dtype::F32, vec![250_000]);
+    let manifest = Manifest::from_tensors([tensor], &BTreeMap::new()).unwrap();
+    let chunks = manifest.chunks(262_144).unwrap();
+    let lengths: Vec<usize> = (0..chunks.len()).map(|index| chunks.get(index).length()).collect();
+    assert_eq!(lengths, [262_144, 262_144, 262_144, 213_568]);
+    let streams: Vec<_> = chunks.lanes(2).iter().map(|lane| chunks.bytes_of(lane)).collect();
+    assert_eq!(streams, [0..524_288, 524_288..1_000_000]);
+}
+
+#[test]
+fn a_preamble_tells_who_does_not_speak_the_protocol() {
+    let read = |bytes: &[u8; 12]| Preamble::read_from_bytes(bytes).unwrap();
+    let mut bytes = *b"fedlane\0\x01\0\x01\0";
+    assert_eq!(read(&bytes), Preamble::new(Channel::Control));
+    bytes[8] = 2;
+    assert_eq!(read(&bytes).channel(), Err(WireError::Version { theirs: 2, ours: VERSION }));
+    bytes[8..11].copy_from_slice(&[1, 0, 3]);
+    assert_eq!(read(&bytes).channel(), Err(WireError::Channel { other: 3 }));
+    bytes[11] = 3;
+    assert_eq!(read(&bytes).answer(), Err(WireError::Answer { other: 3 }));
+    let first = "GET / HT".to_owned();
+    assert_eq!(read(b"GET / HTTP/1").channel(), Err(WireError::NotFedlane { first }));
+}
+
+#[test]
+fn every_bit_of_a_data_hello_is_proven() {
+    let (session, ticket) = ([3; 16], [4; 32]);
+    let hello = DataHello::new(session, 5, 6, &ticket);
+    let bytes = zerocopy::IntoBytes::as_bytes(&hello).to_vec();
+    assert!(hello.is_admitted_by(&session, &ticket));
+    assert!(!hello.is_admitted_by(&session, &[5; 32]));
+    assert!(!hello.is_admitted_by(&[4; 16], &ticket));
+    for bit in 0..bytes.len() * 8 {
+        let mut forged = bytes.clone();
+        forged[bit / 8] ^= 1 << (bit % 8);
+        let forged = DataHello::read_from_bytes(&forged).unwrap();
+        assert!(!forged.is_admitted_by(&session, &ticket), "bit {bit}");
+    }
+}
+
+#[test]
+fn a_length_above_the_limit_is_refused() {
+    let limit = limits::MAX_FRAME_BYTES;
+    let prefix = |bytes: u64| (bytes as u32).to_le_bytes();
+    assert_eq!(frame::length(prefix(limit), limit), Ok(limit));
+    for bytes in [limit + 1, u32::MAX.into()] {
+        let refused = Err(WireError::TooLong { bytes, limit });
+        assert_eq!(frame::length(prefix(bytes), limit), refused);
+    }
+}
+
+#[test]
+fn the_longest_header_fits_and_a_longer_message_is_not_sent() {
+    let join = |bytes: u64| ClientMessage::Join {
+        name: "n".repeat(limits::MAX_SHOWN_CHARS * 4),
+        examples: 1.0,
+        header: vec![b' '; bytes as usize],
+    };
+    assert!(frame::encode(&join(limits::MAX_HEADER_BYTES)).is_ok());
+    let refused = frame::encode(&join(limits::MAX_FRAME_BYTES));
+    assert!(matches!(refused, Err(WireError::TooLong { .. })));
+}
+
+/// A message may claim any length of what is in it. If memory were taken on its word, these
+/// would end the test.
+#[test]
+fn a_length_inside_a_message_that_lies_is_refused() {
+    let claim = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
+    let joins_with = |head: &[u8]| [head, &claim].concat();
+    let header = [&[0, 0][..], &[0; 8]].concat();
+    for lie in [joins_with(&[0]), joins_with(&header), joins_with(&[2, 0]), joins_with(&[5])] {
+        assert!(matches!(decode_client(&lie), Err(WireError::Decode { .. })), "{lie:?}");
+    }
+    for lie in [joins_with(&[2, 0]), joins_with(&[7])] {
+        assert!(matches!(decode_aggregator(&lie), Err(WireError::Decode { .. })), "{lie:?}");
+    }
+}
+
+#[test]
+fn the_next_variant_is_refused() {
+    assert!(matches!(decode_client(&[6]), Err(WireError::Decode { .. })));
+    assert!(matches!(decode_aggregator(&[8]), Err(WireError::Decode { .. })));
+}
+
+fn decode_client(bytes: &[u8]) -> Result<ClientMessage, WireError> {
+    frame::decode(bytes)
+}
+
+fn decode_aggregator(bytes: &[u8]) -> Result<AggregatorMessage, WireError> {
+    frame::decode(bytes)
+}
+
+/// The message comes back from its bytes, and from nothing shorter or longer.
+fn assert_exact<T>(message: &T)
+where
+    T: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug,
+{
+    let encoded = frame::encode(message).unwrap();
+    let (prefix, bytes) = encoded.split_first_chunk().unwrap();
+    assert_eq!(frame::length(*prefix, limits::MAX_FRAME_BYTES), Ok(bytes.len() as u64));
+    assert_eq!(frame::decode::<T>(bytes).as_ref(), Ok(message));
+    for end in 0..bytes.len() {
+        let cut = frame::decode::<T>(&bytes[..end]);
+        assert!(matches!(cut, Err(WireError::Decode { .. })), "{message:?} cut at {end}");
+    }
+    for extra in [0, 1, 0xff] {
+        let longer = [bytes, &[extra]].concat();
+        assert_eq!(frame::decode::<T>(&longer), Err(WireError::Trailing { bytes: 1 }));
+    }
+}
+
+/// Random messages, long enough that lengths take more than one byte.
+fn client_messages() -> impl Strategy<Value = ClientMessage> {
+    use ClientMessage::{Alive, Failed, Join, Received, Sums, Uploading};
+    let examples = any::<f64>().prop_filter("NaN equals nothing", |number| !number.is_nan());
+    let join = (".{0,40}", examples, vec(any::<u8>(), 0..300));
+    prop_oneof![
+        join.prop_map(|(name, examples, header)| Join { name, examples, header }),
+        any::<u32>().prop_map(|round| Uploading { round }),
+        (any::<u32>(), vec(any::<[u8; 8]>(), 0..200))
+            .prop_map(|(stream, sums)| Sums { stream, sums }),
+        (any::<u32>(), any::<[u8; 32]>()).prop_map(|(round, digest)| Received { round, digest }),
+        Just(Alive),
+        ".{0,40}".prop_map(|reason| Failed { reason }),
+    ]
+}
+
+fn plans() -> impl Strategy<Value = Plan> {
+    let names = (any::<[u8; 16]>(), any::<u32>(), any::<[u8; 32]>());
+    let numbers = (any::<u32>(), any::<u64>(), any::<u32>(), any::<u64>());
+    (names, numbers).prop_map(|((session, client, ticket), numbers)| {
+        let (streams, chunk_bytes, rounds, deadline_ms) = numbers;
+        Plan { session, client, ticket, streams, chunk_bytes, rounds, deadline_ms }
+    })
+}
+
+fn aggregator_messages() -> impl Strategy<Value = AggregatorMessage> {
+    use AggregatorMessage::{Alive, Applied, Done, Download, Failed, Sums, Upload};
+    prop_oneof![
+        plans().prop_map(AggregatorMessage::Plan),
+        (any::<u32>(), any::<[u8; 32]>()).prop_map(|(round, digest)| Download { round, digest }),
+        (any::<u32>(), vec(any::<[u8; 8]>(), 0..200))
+            .prop_map(|(stream, sums)| Sums { stream, sums }),
+        any::<u32>().prop_map(|round| Upload { round }),
+        any::<u32>().prop_map(|round| Applied { round }),
+        Just(Done),
+        Just(Alive),
+        ".{0,40}".prop_map(|reason| Failed { reason }),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn client_messages_are_exact(message in client_messages()) {
+        assert_exact(&message);
+    }
+
+    #[test]
+    fn aggregator_messages_are_exact(message in aggregator_messages()) {
+        assert_exact(&message);
+    }
+
+    #[test]
+    fn random_bytes_never_panic(bytes in vec(any::<u8>(), 0..400)) {
+        let _ = decode_client(&bytes);
+        let _ = decode_aggregator(&bytes);
+        if let Ok((preamble, _)) = Preamble::read_from_prefix(&bytes) {
+            let _ = (preamble.channel(), preamble.answer());
+        }
+        if let Ok((hello, _)) = DataHello::read_from_prefix(&bytes) {
+            prop_assert!(!hello.is_admitted_by(&[0; 16], &[0; 32]));
+        }
+    }
+
+    /// Near misses go deeper into the decoders than noise does.
+    #[test]
+    fn damaged_messages_never_panic(
+        message in client_messages(), at in any::<prop::sample::Index>(), damage in any::<u8>()
+    ) {
+        let mut frame = frame::encode(&message).unwrap();
+        let at = LENGTH_BYTES + at.index(frame.len() - LENGTH_BYTES);
+        frame[at] ^= damage;
+        let _ = decode_client(&frame[LENGTH_BYTES..]);
+    }
+
+    #[test]
+    fn hellos_tell_client_and_stream(client in any::<u32>(), stream in any::<u32>()) {
+        let hello = DataHello::new([1; 16], client, stream, &[2; 32]);
+        prop_assert_eq!((hello.client(), hello.stream()), (client, stream));
+        prop_assert!(hello.is_admitted_by(&[1; 16], &[2; 32]));
+    }
+
+    #[test]
+    fn preambles_tell_channel_and_answer(data in any::<bool>(), answer in 0..3_usize) {
+        let channel = if data { Channel::Data } else { Channel::Control };
+        let answer = [Answer::Admitted, Answer::WrongTicket, Answer::Taken][answer];
+        let preamble = Preamble::answering(channel, answer);
+        prop_assert_eq!((preamble.channel(), preamble.answer()), (Ok(channel), Ok(answer)));
+        prop_assert_eq!(&zerocopy::IntoBytes::as_bytes(&preamble)[..8], &MAGIC[..]);
+    }
+}

@@ -1,0 +1,224 @@
+//! One example of everything that crosses the wire, with its parts named.
+
+use fedlane::manifest::Manifest;
+use fedlane::wire::checksum::{chunk_sum, model_digest};
+use fedlane::wire::frame;
+use fedlane::wire::hello::{Answer, Channel, DataHello, Preamble};
+use fedlane::wire::message::{AggregatorMessage, ClientMessage, Plan, WireSum};
+use serde::Serialize;
+use zerocopy::IntoBytes;
+
+/// The model of the examples: two numbers of four bytes.
+pub const HEADER: &[u8] = br#"{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}"#;
+
+/// A model of three runs, for the fuzzers.
+pub const THREE_DTYPES: &[u8] = br#"{"__metadata__":{"format":"pt"},"a":{"dtype":"BF16","shape":[3,2],"data_offsets":[0,12]},"b":{"dtype":"F64","shape":[2],"data_offsets":[12,28]},"c":{"dtype":"BOOL","shape":[],"data_offsets":[28,29]},"empty":{"dtype":"I8","shape":[0,4],"data_offsets":[29,29]}}  "#;
+
+const SESSION: [u8; 16] = *b"session-of-16-by";
+const TICKET: [u8; 32] = *b"a secret ticket of 32 bytes, yes";
+
+/// Some bytes of the protocol.
+pub struct Example {
+    /// `preamble-...`, `client-message-...` and so on.
+    pub name: String,
+    /// The bytes.
+    pub bytes: Vec<u8>,
+    /// How many bytes each part has, and what it is.
+    parts: Vec<(usize, &'static str)>,
+}
+
+impl Example {
+    fn new(name: &str, bytes: &[u8], parts: &[(usize, &'static str)]) -> Example {
+        let covered: usize = parts.iter().map(|(length, _)| length).sum();
+        assert_eq!(covered, bytes.len(), "the parts of {name} cover it");
+        Example { name: name.to_owned(), bytes: bytes.to_vec(), parts: parts.to_vec() }
+    }
+
+    fn message(name: &str, message: &impl Serialize, parts: &[(usize, &'static str)]) -> Example {
+        let parts = [&[(4, "length of what follows")], parts].concat();
+        Example::new(name, &frame::encode(message).unwrap(), &parts)
+    }
+
+    /// Sixteen bytes a line, each part on lines of its own.
+    pub fn drawing(&self) -> String {
+        let mut rest = &self.bytes[..];
+        let mut lines = Vec::new();
+        for (length, note) in &self.parts {
+            let (part, after) = rest.split_at(*length);
+            rest = after;
+            for (index, row) in part.chunks(16).enumerate() {
+                let hex: Vec<String> = row.iter().map(|byte| format!("{byte:02x}")).collect();
+                let note = if index == 0 { note } else { "" };
+                lines.push(format!("{:<48} {note}", hex.join(" ")).trim_end().to_owned());
+            }
+        }
+        lines.join("\n")
+    }
+}
+
+/// Everything, in the order of docs/WIRE.md.
+pub fn examples() -> Vec<Example> {
+    let mut examples = fixed();
+    examples.extend(client_messages());
+    examples.extend(aggregator_messages());
+    examples
+}
+
+fn fixed() -> Vec<Example> {
+    let data = (Channel::Data, "channel: data");
+    let hello = DataHello::new(SESSION, 1, 2, &TICKET);
+    let hello_parts = [(16, "session"), (4, "client 1"), (4, "stream 2"), (32, "proof")];
+    vec![
+        preamble(
+            "preamble-control",
+            (Channel::Control, "channel: control"),
+            Answer::Admitted,
+            "no answer",
+        ),
+        preamble("preamble-data", data, Answer::Admitted, "no answer"),
+        Example::new("data-hello", hello.as_bytes(), &hello_parts),
+        preamble("answer-admitted", data, Answer::Admitted, "answer: admitted"),
+        preamble("answer-wrong-ticket", data, Answer::WrongTicket, "answer: wrong ticket"),
+        preamble("answer-taken", data, Answer::Taken, "answer: taken"),
+    ]
+}
+
+fn preamble(
+    name: &str,
+    (channel, channel_note): (Channel, &'static str),
+    answer: Answer,
+    answer_note: &'static str,
+) -> Example {
+    let parts = [(8, "magic"), (2, "version 1"), (1, channel_note), (1, answer_note)];
+    Example::new(name, Preamble::answering(channel, answer).as_bytes(), &parts)
+}
+
+/// In the order of their numbers.
+fn client_messages() -> Vec<Example> {
+    let example = |name: &str, message: ClientMessage, parts: &[(usize, &'static str)]| {
+        Example::message(&format!("client-message-{name}"), &message, parts)
+    };
+    let join =
+        ClientMessage::Join { name: "site-a".into(), examples: 600.0, header: HEADER.to_vec() };
+    vec![
+        example(
+            "0-join",
+            join,
+            &[
+                (1, "message 0: join"),
+                (1, "name: 6 bytes"),
+                (6, "\"site-a\""),
+                (8, "examples: 600.0"),
+                (1, "header: 54 bytes"),
+                (54, "the JSON, as it stands in the file"),
+            ],
+        ),
+        example(
+            "1-uploading",
+            ClientMessage::Uploading { round: 1 },
+            &[(1, "message 1: uploading"), (1, "round 1")],
+        ),
+        example(
+            "2-sums",
+            ClientMessage::Sums { stream: 0, sums: vec![sum()] },
+            &[
+                (1, "message 2: sums"),
+                (1, "stream 0"),
+                (1, "1 sum"),
+                (8, "sum of the stream's next chunk"),
+            ],
+        ),
+        example(
+            "3-received",
+            ClientMessage::Received { round: 1, digest: digest() },
+            &[(1, "message 3: received"), (1, "round 1"), (32, "digest of what came")],
+        ),
+        example("4-alive", ClientMessage::Alive, &[(1, "message 4: alive")]),
+        example(
+            "5-failed",
+            ClientMessage::Failed { reason: "disk full".into() },
+            &[(1, "message 5: failed"), (1, "reason: 9 bytes"), (9, "\"disk full\"")],
+        ),
+    ]
+}
+
+/// In the order of their numbers.
+fn aggregator_messages() -> Vec<Example> {
+    let example = |name: &str, message: AggregatorMessage, parts: &[(usize, &'static str)]| {
+        Example::message(&format!("aggregator-message-{name}"), &message, parts)
+    };
+    vec![
+        example("0-plan", AggregatorMessage::Plan(plan()), PLAN_PARTS),
+        example(
+            "1-download",
+            AggregatorMessage::Download { round: 0, digest: digest() },
+            &[
+                (1, "message 1: download"),
+                (1, "round 0: the initial model"),
+                (32, "digest of the model"),
+            ],
+        ),
+        example(
+            "2-sums",
+            AggregatorMessage::Sums { stream: 0, sums: vec![sum()] },
+            &[
+                (1, "message 2: sums"),
+                (1, "stream 0"),
+                (1, "1 sum"),
+                (8, "sum of the stream's next chunk"),
+            ],
+        ),
+        example(
+            "3-upload",
+            AggregatorMessage::Upload { round: 1 },
+            &[(1, "message 3: upload"), (1, "round 1")],
+        ),
+        example(
+            "4-applied",
+            AggregatorMessage::Applied { round: 300 },
+            &[(1, "message 4: applied"), (2, "round 300")],
+        ),
+        example("5-done", AggregatorMessage::Done, &[(1, "message 5: done")]),
+        example("6-alive", AggregatorMessage::Alive, &[(1, "message 6: alive")]),
+        example(
+            "7-failed",
+            AggregatorMessage::Failed { reason: "out of memory".into() },
+            &[(1, "message 7: failed"), (1, "reason: 13 bytes"), (13, "\"out of memory\"")],
+        ),
+    ]
+}
+
+const PLAN_PARTS: &[(usize, &str)] = &[
+    (1, "message 0: plan"),
+    (16, "session"),
+    (1, "client 1"),
+    (32, "ticket"),
+    (1, "streams: 4"),
+    (3, "chunk_bytes: 262,144"),
+    (2, "rounds: 300"),
+    (3, "deadline_ms: 30,000"),
+];
+
+fn plan() -> Plan {
+    Plan {
+        session: SESSION,
+        client: 1,
+        ticket: TICKET,
+        streams: 4,
+        chunk_bytes: 262_144,
+        rounds: 300,
+        deadline_ms: 30_000,
+    }
+}
+
+/// The model's only chunk: the numbers 1.0 and 2.0.
+const CHUNK: [u8; 8] = [0, 0, 0x80, 0x3f, 0, 0, 0, 0x40];
+
+fn sum() -> WireSum {
+    chunk_sum(&CHUNK).to_le_bytes()
+}
+
+fn digest() -> [u8; 32] {
+    let layout = Manifest::from_header(HEADER).unwrap().layout_digest();
+    model_digest(&layout, 262_144, &[chunk_sum(&CHUNK)])
+}

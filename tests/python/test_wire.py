@@ -1,0 +1,177 @@
+"""Reads the examples of docs/WIRE.md with nothing but what the document says.
+
+Rust compares the same examples with its encoder, so both together say that the document is enough to
+write a peer from.
+"""
+
+import json
+import pathlib
+import re
+import struct
+
+import blake3
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def examples():
+    text = (ROOT / "docs" / "WIRE.md").read_text()
+    blocks = re.findall(r"^```hex (\S+)\n(.*?)^```", text, re.M | re.S)
+    # The first 48 columns are bytes, the rest of a line is for people.
+    return {name: bytes.fromhex(re.sub(r"(?m)^(.{0,48}).*$", r"\1", body)) for name, body in blocks}
+
+
+EXAMPLES = examples()
+
+
+class Reader:
+    def __init__(self, data):
+        self.data, self.at = data, 0
+
+    def take(self, length):
+        piece = self.data[self.at : self.at + length]
+        assert len(piece) == length
+        self.at += length
+        return piece
+
+    def varint(self):
+        number = shift = 0
+        while True:
+            byte = self.take(1)[0]
+            number |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return number
+            shift += 7
+
+    def text(self):
+        return self.take(self.varint()).decode()
+
+    def f64(self):
+        return struct.unpack("<d", self.take(8))[0]
+
+
+def message(name):
+    """The number of a message, and a reader of its fields."""
+    frame = Reader(EXAMPLES[name])
+    (length,) = struct.unpack("<I", frame.take(4))
+    body = Reader(frame.take(length))
+    assert frame.at == len(frame.data)
+    return body.varint(), body
+
+
+def read(name, *kinds):
+    number, body = message(name)
+    assert f"-{number}-" in name
+    fields = [body.take(kind) if isinstance(kind, int) else getattr(body, kind)() for kind in kinds]
+    assert body.at == len(body.data)
+    return fields
+
+
+def chunk_sum(data):
+    """CRC-64/NVME, bit by bit."""
+    polynomial = int(f"{0xAD93D23594C93659:064b}"[::-1], 2)
+    crc = 0xFFFF_FFFF_FFFF_FFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (polynomial if crc & 1 else 0)
+    return crc ^ 0xFFFF_FFFF_FFFF_FFFF
+
+
+def u64(*numbers):
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+def layout_digest(header):
+    hasher = blake3.blake3(b"fedlane layout 1")
+    tensors = json.loads(header)
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
+        for text in (name, tensor["dtype"]):
+            hasher.update(u64(len(text.encode())) + text.encode())
+        shape = tensor["shape"]
+        hasher.update(u64(len(shape), *shape, *tensor["data_offsets"]))
+    return hasher.digest()
+
+
+CHUNK = np.array([1.0, 2.0], "<f4").tobytes()
+
+
+def digest():
+    _, _, header = join()
+    hasher = blake3.blake3(derive_key_context="fedlane 2026 model digest")
+    hasher.update(layout_digest(header) + u64(262_144) + u64(chunk_sum(CHUNK)))
+    return hasher.digest()
+
+
+def join():
+    return read("client-message-0-join", "text", "f64", "text")
+
+
+def plan():
+    fields = read("aggregator-message-0-plan", 16, "varint", 32, *["varint"] * 4)
+    names = "session client ticket streams chunk_bytes rounds deadline_ms".split()
+    return dict(zip(names, fields, strict=True))
+
+
+@pytest.mark.parametrize(
+    "name, channel, answer",
+    [
+        ("preamble-control", 1, 0),
+        ("preamble-data", 2, 0),
+        ("answer-admitted", 2, 0),
+        ("answer-wrong-ticket", 2, 1),
+        ("answer-taken", 2, 2),
+    ],
+)
+def test_preambles(name, channel, answer):
+    assert struct.unpack("<8sHBB", EXAMPLES[name]) == (b"fedlane\0", 1, channel, answer)
+
+
+def test_the_ticket_proves_the_data_hello():
+    hello, proof = EXAMPLES["data-hello"][:24], EXAMPLES["data-hello"][24:]
+    assert struct.unpack("<16sII", hello) == (plan()["session"], plan()["client"], 2)
+    assert blake3.blake3(hello, key=plan()["ticket"]).digest() == proof
+
+
+def test_join():
+    name, count, header = join()
+    assert (name, count) == ("site-a", 600.0)
+    assert json.loads(header) == {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+
+
+def test_plan():
+    numbers = [plan()[name] for name in ("streams", "chunk_bytes", "rounds", "deadline_ms")]
+    assert numbers == [4, 262_144, 300, 30_000]
+
+
+@pytest.mark.parametrize("side", ["client", "aggregator"])
+def test_sums(side):
+    assert chunk_sum(b"123456789") == 0xAE8B_1486_0A79_9888
+    stream, count, total = read(f"{side}-message-2-sums", "varint", "varint", 8)
+    assert (stream, count, total) == (0, 1, u64(chunk_sum(CHUNK)))
+
+
+def test_digests():
+    assert read("client-message-3-received", "varint", 32) == [1, digest()]
+    assert read("aggregator-message-1-download", "varint", 32) == [0, digest()]
+
+
+@pytest.mark.parametrize(
+    "name, number",
+    [
+        ("client-message-1-uploading", 1),
+        ("aggregator-message-3-upload", 1),
+        ("aggregator-message-4-applied", 300),
+    ],
+)
+def test_rounds(name, number):
+    assert read(name, "varint") == [number]
+
+
+def test_messages_without_numbers():
+    assert read("client-message-5-failed", "text") == ["disk full"]
+    assert read("aggregator-message-7-failed", "text") == ["out of memory"]
+    for name in ("client-message-4-alive", "aggregator-message-5-done", "aggregator-message-6-alive"):
+        assert read(name) == []
