@@ -16,6 +16,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
+    let number: f64 = number.parse().map_err(|_| "a size starts with a number".to_string())?;
     let factor: u64 = match unit.trim().to_ascii_lowercase().as_str() {
         "" | "b" => 1,
         "kib" | "k" => 1 << 10,
@@ -28,7 +29,6 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         "tb" => 1_000_000_000_000,
         _ => return Err(format!("unknown unit {unit:?}; use KiB, MiB, GiB, KB, MB or GB")),
     };
-    let number: f64 = number.parse().map_err(|_| "a size starts with a number".to_string())?;
     let bytes = number * factor as f64;
     if bytes > limits::MAX_MODEL_BYTES as f64 {
         return Err(format!("more than the limit of {} bytes", limits::MAX_MODEL_BYTES));

@@ -1,5 +1,6 @@
 //! `fedlane demo`: one round on this machine, checked, and what it cost.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::Args;
@@ -133,6 +134,8 @@ impl Demo {
             join.extend(sender.update.to_args());
             join.extend(self.paths.to_args());
             join.extend(stages.then(|| "--stage".to_string()));
+            let mut join: Vec<OsString> = join.into_iter().map(OsString::from).collect();
+            join.extend(sender.update.model_arg());
             group.start(&name, &join)?;
         }
         group.finish(&mut |process, event| {

@@ -1,5 +1,6 @@
 //! One aggregator and its clients as processes of their own, for the demo and the benchmarks.
 
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -59,7 +60,7 @@ impl Group {
     }
 
     /// Starts this program again, with `args`, as a member that prints JSON lines.
-    pub fn start(&mut self, name: &str, args: &[String]) -> anyhow::Result<()> {
+    pub fn start(&mut self, name: &str, args: &[impl AsRef<OsStr>]) -> anyhow::Result<()> {
         let program = std::env::current_exe().context("cannot find this program's own file")?;
         let mut child = Command::new(program)
             .args(args)

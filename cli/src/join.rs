@@ -50,7 +50,7 @@ pub struct Join {
     ///
     /// FEDLANE_ROUND is the round, FEDLANE_MODEL is --model, FEDLANE_OUTPUT is --output: the
     /// newest mean, once there is one.
-    #[arg(long, value_name = "COMMAND", requires = "model")]
+    #[arg(long, value_name = "COMMAND", conflicts_with_all = ["generate", "preset"])]
     train: Option<String>,
 
     #[command(flatten)]

@@ -19,7 +19,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 /// Moves model weights between an aggregator and its clients and averages them on the way
 #[derive(Parser)]
-#[command(version, max_term_width = 100, arg_required_else_help = true)]
+#[command(name = "fedlane", version, max_term_width = 100, arg_required_else_help = true)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -1,5 +1,6 @@
 //! What a client sends: a file, or parameters that are generated on the fly.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 use anyhow::{Context, bail};
@@ -19,6 +20,7 @@ pub struct Update {
     /// A safetensors file to send; it is opened anew in every round
     #[arg(long, value_name = "FILE", required_unless_present_any = ["generate", "preset"])]
     #[arg(conflicts_with_all = ["generate", "preset"])]
+    #[serde(with = "path_bytes")]
     pub model: Option<PathBuf>,
 
     /// Send generated parameters of this size, e.g. 1GiB or 500MB: no disk, no memory
@@ -67,13 +69,19 @@ impl Update {
         Ok(manifest::synthetic(bytes, self.dtype)?)
     }
 
-    /// The command-line arguments that say the same.
+    /// The command-line argument that names the file. It need not be text.
+    pub fn model_arg(&self) -> Option<OsString> {
+        self.model.as_ref().map(|path| {
+            let mut arg = OsString::from("--model=");
+            arg.push(path);
+            arg
+        })
+    }
+
+    /// The command-line arguments that say all but the file.
     pub fn to_args(&self) -> Vec<String> {
         let mut args = Vec::new();
         let mut push = |flag: &str, value: String| args.extend([flag.to_string(), value]);
-        if let Some(path) = &self.model {
-            push("--model", path.to_string_lossy().into_owned());
-        }
         if let Some(bytes) = self.generate {
             push("--generate", bytes.to_string());
             push("--dtype", format!("{:?}", self.dtype).to_lowercase());
@@ -84,6 +92,24 @@ impl Update {
         push("--seed", self.seed.to_string());
         push("--scale-exponent", self.scale_exponent.to_string());
         args
+    }
+}
+
+/// A path need not be text, so it is a list of bytes.
+mod path_bytes {
+    use std::ffi::OsString;
+    use std::os::unix::ffi::{OsStrExt, OsStringExt};
+    use std::path::PathBuf;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub fn serialize<S: Serializer>(path: &Option<PathBuf>, to: S) -> Result<S::Ok, S::Error> {
+        path.as_ref().map(|path| path.as_os_str().as_bytes()).serialize(to)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<PathBuf>, D::Error> {
+        let bytes = Option::<Vec<u8>>::deserialize(from)?;
+        Ok(bytes.map(|bytes| PathBuf::from(OsString::from_vec(bytes))))
     }
 }
 

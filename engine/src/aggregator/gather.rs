@@ -53,7 +53,7 @@ impl Aggregator {
         match gathering.collect().and_then(|()| gathering.connect()) {
             Ok(agreed) => Ok(gathering.into_session(agreed, heartbeat)),
             Err(error) => {
-                tell_all(&gathering.peers, &error);
+                tell_all(&gathering.peers, &error.to_string());
                 Err(error)
             }
         }

@@ -1,0 +1,16 @@
+//! The real program, in real processes, on ports that the kernel chooses.
+
+mod addresses;
+mod awkward_models;
+mod client_order;
+mod command_line;
+mod demo;
+mod memory;
+mod models;
+mod outputs;
+mod process;
+mod python;
+mod real_model;
+mod rounds;
+mod session;
+mod training;
