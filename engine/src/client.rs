@@ -1,6 +1,7 @@
 //! The process that holds trained parameters: joins an aggregator, sends its update, takes the
 //! model.
 
+use std::collections::VecDeque;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -91,6 +92,8 @@ pub struct Client {
     events: Receiver<Event>,
     sender: Sender<Event>,
     reader: Option<JoinHandle<()>>,
+    /// Messages that came while the last lane was still ending.
+    early: VecDeque<AggregatorMessage>,
     phases: Vec<Phase>,
     _heartbeat: Heartbeat,
 }
@@ -189,6 +192,7 @@ impl Client {
             events,
             sender,
             reader: Some(reader),
+            early: VecDeque::new(),
             phases: Vec::new(),
             _heartbeat: heartbeat,
         })
@@ -248,7 +252,8 @@ impl Client {
             }
         }
         let early = self.run_lanes(self.upload_lanes(source, kind, known.is_none())?)?;
-        match early.map_or_else(|| self.next_message(), Ok)? {
+        self.early.extend(early);
+        match self.next_message()? {
             AggregatorMessage::Applied { round: applied } if applied == round => {}
             _ => return Err(self.unexpected("a message")),
         }
@@ -317,9 +322,7 @@ impl Client {
                 self.run_lanes(self.download_lanes(sinks, &began)?)?
             }
         };
-        if early.is_some() {
-            return Err(self.unexpected("a message"));
-        }
+        self.early.extend(early);
         for socket in &self.streams {
             control::refuse_more(socket).map_err(|error| self.transfer_error(error))?;
         }
@@ -369,15 +372,15 @@ impl Client {
         Ok(lanes)
     }
 
-    /// Runs lanes, and meanwhile hears what the aggregator says. Gives the message that came, if
-    /// one did: the aggregator may be done with the last byte before the thread that sent it
-    /// has said so.
-    fn run_lanes<L>(&self, lanes: Vec<L>) -> Result<Option<AggregatorMessage>, ClientError>
+    /// Runs lanes, and meanwhile hears what the aggregator says. Gives the messages that came for
+    /// later: the aggregator may be done with the last byte, and go on, before the thread that
+    /// sent it has said so.
+    fn run_lanes<L>(&self, lanes: Vec<L>) -> Result<VecDeque<AggregatorMessage>, ClientError>
     where
         L: FnOnce() -> Result<(), LaneError> + Send,
     {
         let mut running = lanes.len();
-        let (mut failure, mut early) = (None, None);
+        let (mut failure, mut early) = (None, VecDeque::new());
         std::thread::scope(|scope| {
             for lane in lanes {
                 let sender = self.sender.clone();
@@ -398,15 +401,19 @@ impl Client {
         failure.map_or(Ok(early), |error| Err(self.explain(error)))
     }
 
-    fn hear(&self, event: Event, early: &mut Option<AggregatorMessage>) -> Result<(), ClientError> {
+    fn hear(
+        &self,
+        event: Event,
+        early: &mut VecDeque<AggregatorMessage>,
+    ) -> Result<(), ClientError> {
         match event {
             Event::Lane(Ok(()) | Err(LaneError::Cancelled)) => Ok(()),
             Event::Lane(Err(error)) => Err(self.lane_error(error)),
             Event::Lost(error) => Err(self.control_error(error)),
             Event::Message(message) => match self.ended(&message) {
                 Some(error) => Err(error),
-                None if early.is_none() => {
-                    *early = Some(message);
+                None if early.len() < limits::EARLY_MESSAGES => {
+                    early.push_back(message);
                     Ok(())
                 }
                 None => Err(self.unexpected("a message")),
@@ -439,6 +446,9 @@ impl Client {
     }
 
     fn next_message(&mut self) -> Result<AggregatorMessage, ClientError> {
+        if let Some(message) = self.early.pop_front() {
+            return Ok(message);
+        }
         match self.events.recv() {
             Ok(Event::Message(message)) => match self.ended(&message) {
                 Some(error) => Err(error),
