@@ -380,7 +380,7 @@ impl Client {
         L: FnOnce() -> Result<(), LaneError> + Send,
     {
         let mut running = lanes.len();
-        let (mut failure, mut early) = (None, VecDeque::new());
+        let (mut early, mut failure) = (VecDeque::new(), None::<ClientError>);
         std::thread::scope(|scope| {
             for lane in lanes {
                 let sender = self.sender.clone();
@@ -394,7 +394,10 @@ impl Client {
                 running -= usize::from(matches!(event, Event::Lane(_)));
                 if let Err(error) = self.hear(event, &mut early) {
                     self.signals.iter().for_each(|signal| signal.cancel());
-                    failure.get_or_insert(error);
+                    let ended = matches!(error, ClientError::Ended { .. });
+                    if failure.as_ref().is_none_or(|first| ended && first.is_first_sign()) {
+                        failure = Some(error);
+                    }
                 }
             }
         });
@@ -425,11 +428,7 @@ impl Client {
     /// more.
     fn explain(&self, error: ClientError) -> ClientError {
         let patience = Instant::now() + limits::LAST_WORDS;
-        if !matches!(
-            &error,
-            ClientError::Transfer { error: TransferError::Closed | TransferError::Io(_), .. }
-                | ClientError::Control { .. }
-        ) {
+        if !error.is_first_sign() {
             return error;
         }
         loop {
@@ -496,6 +495,17 @@ impl Client {
             LaneError::Peer { error, .. } => self.transfer_error(error),
             error => ClientError::Lane(error),
         }
+    }
+}
+
+impl ClientError {
+    /// Whether the aggregator's last words may say why.
+    fn is_first_sign(&self) -> bool {
+        matches!(
+            self,
+            ClientError::Transfer { error: TransferError::Closed | TransferError::Io(_), .. }
+                | ClientError::Control { .. }
+        )
     }
 }
 

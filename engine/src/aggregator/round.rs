@@ -344,7 +344,7 @@ impl Watch<'_> {
         L: FnOnce() -> Result<(), LaneError> + Send,
     {
         let mut running = lanes.len();
-        let mut failure = None;
+        let mut failure: Option<AggregatorError> = None;
         std::thread::scope(|scope| {
             for lane in lanes {
                 let sender = self.sender.clone();
@@ -358,7 +358,10 @@ impl Watch<'_> {
                 running -= usize::from(matches!(event, Event::Lane { .. }));
                 if let Err(error) = self.hear(event) {
                     self.signals.iter().for_each(|signal| signal.cancel());
-                    failure.get_or_insert(error);
+                    failure = Some(match failure.take() {
+                        Some(first) => first.or_its_reason(error),
+                        None => error,
+                    });
                 }
             }
         });
@@ -418,20 +421,12 @@ impl Watch<'_> {
     /// A connection that breaks is often only the first sign: the client's last words, or the end
     /// of its control channel, say more.
     fn explain(&mut self, error: AggregatorError) -> AggregatorError {
-        let AggregatorError::Client { client, error: fault } = &error else { return error };
-        let broken = matches!(
-            fault,
-            Fault::Transfer(TransferError::Closed | TransferError::Io(_))
-                | Fault::Control(ControlError::Io(_))
-        );
-        if !broken {
-            return error;
-        }
+        let Some(client) = error.broken_client() else { return error };
         let patience = Instant::now() + limits::LAST_WORDS;
         while let Some(left) = patience.checked_duration_since(Instant::now()) {
             match self.events.recv_timeout(left.max(Duration::from_millis(1))) {
                 Ok(event) => match self.hear(event) {
-                    Err(AggregatorError::Client { client: who, error }) if who == *client => {
+                    Err(AggregatorError::Client { client: who, error }) if who == client => {
                         return AggregatorError::Client { client: who, error };
                     }
                     _ => {}
@@ -440,6 +435,33 @@ impl Watch<'_> {
             }
         }
         error
+    }
+}
+
+impl AggregatorError {
+    /// The client whose connection broke, if that is all that is known.
+    fn broken_client(&self) -> Option<&str> {
+        match self {
+            AggregatorError::Client {
+                client,
+                error:
+                    Fault::Transfer(TransferError::Closed | TransferError::Io(_))
+                    | Fault::Control(ControlError::Io(_)),
+            } => Some(client),
+            _ => None,
+        }
+    }
+
+    /// What came later, if it says why this happened.
+    fn or_its_reason(self, later: AggregatorError) -> AggregatorError {
+        match (self.broken_client(), &later) {
+            (Some(broken), AggregatorError::Client { client, .. })
+                if client == broken && later.broken_client().is_none() =>
+            {
+                later
+            }
+            _ => self,
+        }
     }
 }
 
