@@ -31,16 +31,16 @@ struct SendEntry {
 /// Best first: the default is the first one that the source can feed and the host can run.
 static SEND: [SendEntry; 3] = [
     SendEntry {
-        name: "sendfile",
-        summary: "page references from a region or file, no copy",
-        needs: Needs::File,
-        open: || Ok(Box::new(Sendfile)),
-    },
-    SendEntry {
         name: "vmsplice",
         summary: "page references from memory through a pipe, no copy",
         needs: Needs::StableBytes,
         open: || Ok(Box::new(Vmsplice::new()?)),
+    },
+    SendEntry {
+        name: "sendfile",
+        summary: "page references from a region or file, no copy",
+        needs: Needs::File,
+        open: || Ok(Box::new(Sendfile)),
     },
     SendEntry {
         name: "write",
