@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 use clap::Args;
 use fedlane::aggregator::{Aggregator, Session};
-use fedlane::error::AggregatorError;
 use fedlane::limits;
 use fedlane::manifest::Manifest;
 use fedlane::sink::file::ModelFile;
@@ -81,11 +80,9 @@ impl Serve {
             &format!("listening on {address}, waiting for {} clients", self.clients),
         );
         let mut session = aggregator.gather(initial.as_ref().map(|i| i.manifest().clone()))?;
-        if let Err(error) = self.run_session(&mut session, initial.as_ref(), output) {
-            // What the engine met, it has told the clients already.
-            if !error.is::<AggregatorError>() {
-                session.give_up(&error_text(&error));
-            }
+        let result = self.run_rounds(&mut session, initial.as_ref(), output);
+        if let Err(error) = result {
+            session.give_up(&error_text(&error));
             return Err(error);
         }
         session.finish()?;
@@ -99,7 +96,7 @@ impl Serve {
         Ok(())
     }
 
-    fn run_session(
+    fn run_rounds(
         &self,
         session: &mut Session,
         initial: Option<&FileSource>,

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use crate::control::{self, Congestion, Heartbeat, Writer, printable};
 use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError};
 use crate::lane::receive::{Incoming, Order, Shared, receive};
-use crate::lane::run_lane;
 use crate::lane::send::{Announce, Outgoing, send};
+use crate::lane::start_lane;
 use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::{Meter, Phase};
@@ -92,9 +92,9 @@ pub struct Client {
     events: Receiver<Event>,
     sender: Sender<Event>,
     reader: Option<JoinHandle<()>>,
-    phases: Vec<Phase>,
     /// Messages that came while the last lane was still ending.
     early: VecDeque<AggregatorMessage>,
+    phases: Vec<Phase>,
     _heartbeat: Heartbeat,
 }
 
@@ -192,8 +192,8 @@ impl Client {
             events,
             sender,
             reader: Some(reader),
-            phases: Vec::new(),
             early: VecDeque::new(),
+            phases: Vec::new(),
             _heartbeat: heartbeat,
         })
     }
@@ -372,9 +372,9 @@ impl Client {
         Ok(lanes)
     }
 
-    /// Runs lanes, and meanwhile hears what the aggregator says. It may have applied an update
-    /// before the lane that sent the last byte has said that it is done; such messages are for
-    /// later.
+    /// Runs lanes, and meanwhile hears what the aggregator says. Gives the messages that came for
+    /// later: the aggregator may be done with the last byte, and go on, before the thread that
+    /// sent it has said so.
     fn run_lanes<L>(&self, lanes: Vec<L>) -> Result<VecDeque<AggregatorMessage>, ClientError>
     where
         L: FnOnce() -> Result<(), LaneError> + Send,
@@ -384,9 +384,9 @@ impl Client {
         std::thread::scope(|scope| {
             for lane in lanes {
                 let sender = self.sender.clone();
-                scope.spawn(move || {
+                start_lane(scope, lane, move |result| {
                     // This client holds the other end while lanes run.
-                    let _ = sender.send(Event::Lane(run_lane(lane)));
+                    let _ = sender.send(Event::Lane(result));
                 });
             }
             while running > 0 {
@@ -404,7 +404,6 @@ impl Client {
         failure.map_or(Ok(early), |error| Err(self.explain(error)))
     }
 
-    /// While lanes run, the aggregator has nothing to say but that it ends, or that it has all.
     fn hear(
         &self,
         event: Event,
@@ -416,15 +415,11 @@ impl Client {
             Event::Lost(error) => Err(self.control_error(error)),
             Event::Message(message) => match self.ended(&message) {
                 Some(error) => Err(error),
-                None if early.is_empty()
-                    && !matches!(message, AggregatorMessage::Applied { .. }) =>
-                {
-                    Err(self.unexpected("a message"))
-                }
-                None => {
+                None if early.len() < limits::EARLY_MESSAGES => {
                     early.push_back(message);
                     Ok(())
                 }
+                None => Err(self.unexpected("a message")),
             },
         }
     }

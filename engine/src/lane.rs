@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use rustix::event::{Timespec, epoll};
@@ -18,8 +19,22 @@ use crate::signal::Signal;
 /// How often a waiting lane looks at its deadlines.
 const TICK: Duration = Duration::from_millis(250);
 
-/// Runs a lane; a panic in it becomes an error, so that whoever waits for it hears of it.
-pub fn run_lane(lane: impl FnOnce() -> Result<(), LaneError>) -> Result<(), LaneError> {
+/// Starts a lane on a thread of its own and reports how it ends, also if there is no thread for
+/// it: whoever waits hears of every lane.
+pub fn start_lane<'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    lane: impl FnOnce() -> Result<(), LaneError> + Send + 'scope,
+    report: impl Fn(Result<(), LaneError>) + Clone + Send + 'scope,
+) {
+    let refused = report.clone();
+    let thread = std::thread::Builder::new().name("lane".into());
+    if let Err(error) = thread.spawn_scoped(scope, move || report(run_lane(lane))) {
+        refused(Err(LaneError::Thread(error)));
+    }
+}
+
+/// A panic in a lane becomes an error.
+fn run_lane(lane: impl FnOnce() -> Result<(), LaneError>) -> Result<(), LaneError> {
     catch_unwind(AssertUnwindSafe(lane))
         .unwrap_or_else(|panic| Err(LaneError::Panicked { message: panic_message(panic.as_ref()) }))
 }

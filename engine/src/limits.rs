@@ -79,6 +79,10 @@ pub const SUMS_PER_MESSAGE: usize = 4096;
 /// regions, pollers.
 pub const OWN_DESCRIPTORS: u64 = 16;
 
+/// Messages that may come while the lanes of an upload are still ending: it is applied, the model
+/// is coming.
+pub const EARLY_MESSAGES: usize = 4;
+
 /// Most clients of one session. Each holds one thread and one socket per lane.
 pub const MAX_CLIENTS: usize = 4096;
 

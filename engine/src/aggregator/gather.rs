@@ -53,7 +53,7 @@ impl Aggregator {
         match gathering.collect().and_then(|()| gathering.connect()) {
             Ok(agreed) => Ok(gathering.into_session(agreed, heartbeat)),
             Err(error) => {
-                tell_all(&gathering.peers, &error);
+                tell_all(&gathering.peers, &error.to_string());
                 Err(error)
             }
         }
@@ -61,8 +61,8 @@ impl Aggregator {
 }
 
 /// Tells every client why the session ends, so that each can say it.
-pub(super) fn tell_all(peers: &[Peer], reason: impl ToString) {
-    let reason = printable(&reason.to_string());
+pub(super) fn tell_all(peers: &[Peer], reason: &str) {
+    let reason = printable(reason);
     for peer in peers {
         // A client that is gone need not hear it.
         let _ = peer.writer.send(&AggregatorMessage::Failed { reason: reason.clone() });

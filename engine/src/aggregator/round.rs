@@ -11,8 +11,8 @@ use super::{AggregatorConfig, Averaging, Event, Model, Peer, Session, Sizes};
 use crate::control::{printable, refuse_more};
 use crate::error::{AggregatorError, ControlError, Fault, LaneError, SinkError, TransferError};
 use crate::lane::receive::{Incoming, Shared, receive};
-use crate::lane::run_lane;
 use crate::lane::send::{Outgoing, send};
+use crate::lane::start_lane;
 use crate::limits;
 use crate::meter::Meter;
 use crate::paths::SendKind;
@@ -348,9 +348,9 @@ impl Watch<'_> {
         std::thread::scope(|scope| {
             for lane in lanes {
                 let sender = self.sender.clone();
-                scope.spawn(move || {
+                start_lane(scope, lane, move |result| {
                     // The session holds the other end while lanes run.
-                    let _ = sender.send(Event::Lane { result: run_lane(lane) });
+                    let _ = sender.send(Event::Lane { result });
                 });
             }
             while running > 0 {

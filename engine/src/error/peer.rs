@@ -176,6 +176,9 @@ pub enum LaneError {
     /// Waiting for sockets failed.
     #[error("waiting for sockets failed: {0}")]
     Poll(#[from] io::Error),
+    /// The host refused its thread.
+    #[error("a thread could not be started: {0}; see `ulimit -v` and `ulimit -u`")]
+    Thread(io::Error),
     /// A fault of this program.
     #[error("a lane panicked: {message}; please report this")]
     Panicked {

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
+use std::sync::{Mutex, PoisonError};
 
 use super::Source;
 use crate::error::SourceError;
@@ -37,18 +38,29 @@ impl<'a> RegionSource<'a> {
         threads: usize,
     ) -> RegionSource<'a> {
         let mut sums = vec![0; chunks.len()];
-        std::thread::scope(|scope| {
-            let mut rest = sums.as_mut_slice();
-            for lane in chunks.lanes(threads) {
-                let (part, after) = rest.split_at_mut(lane.len());
-                rest = after;
-                scope.spawn(move || {
-                    for (index, sum) in lane.zip(part) {
-                        let bytes = chunks.get(index).bytes;
-                        *sum = chunk_sum(&region.bytes()[bytes.start as usize..bytes.end as usize]);
-                    }
-                });
+        let mut rest = sums.as_mut_slice();
+        let mut parts = Vec::new();
+        for lane in chunks.lanes(threads) {
+            let (part, after) = rest.split_at_mut(lane.len());
+            rest = after;
+            parts.push((lane, part));
+        }
+        let parts = Mutex::new(parts);
+        let next = || parts.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let work = || {
+            while let Some((lane, part)) = next() {
+                for (index, sum) in lane.zip(part) {
+                    let bytes = chunks.get(index).bytes;
+                    *sum = chunk_sum(&region.bytes()[bytes.start as usize..bytes.end as usize]);
+                }
             }
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..threads {
+                // This thread does what a refused one would have done.
+                let _ = std::thread::Builder::new().spawn_scoped(scope, work);
+            }
+            work();
         });
         Self::new(manifest, region, chunks.chunk_bytes(), sums)
     }

@@ -73,12 +73,15 @@ impl Mapping {
         let part_bytes = (self.mapped_bytes / parts).next_multiple_of(HUGE_PAGE_BYTES as usize);
         let starts = (0..self.mapped_bytes).step_by(part_bytes);
         std::thread::scope(|scope| {
-            let threads: Vec<_> = starts
-                .map(|start| {
-                    let bytes = part_bytes.min(self.mapped_bytes - start);
-                    scope.spawn(move || self.populate_part(start, bytes))
-                })
-                .collect();
+            let mut threads = Vec::new();
+            for start in starts {
+                let bytes = part_bytes.min(self.mapped_bytes - start);
+                let work = move || self.populate_part(start, bytes);
+                match std::thread::Builder::new().spawn_scoped(scope, work) {
+                    Ok(thread) => threads.push(thread),
+                    Err(_) => self.populate_part(start, bytes)?,
+                }
+            }
             threads.into_iter().try_for_each(|thread| {
                 thread.join().unwrap_or_else(|_| Err(io::ErrorKind::Other.into()))
             })

@@ -91,10 +91,15 @@ impl Process {
         }
     }
 
+    /// Whether a line on the standard error contains `text`.
+    pub fn has_said(&self, text: &str) -> bool {
+        self.said.lock().unwrap().iter().any(|line| line.contains(text))
+    }
+
     /// Waits for a line on the standard error that contains `text`.
     pub fn await_word(&self, text: &str) {
         let until = Instant::now() + PATIENCE;
-        while !self.said.lock().unwrap().iter().any(|line| line.contains(text)) {
+        while !self.has_said(text) {
             assert!(Instant::now() < until, "{text:?} was not said: {:?}", self.said);
             std::thread::sleep(Duration::from_millis(5));
         }
