@@ -12,9 +12,8 @@ sys.path.insert(0, str(GOLDEN))
 import make  # noqa: E402  the rule of the mean, written out for the golden values
 
 # The golden values are of eight dtypes; here are the others that are averaged.
-make.DTYPES.update(
-    {name: np.dtype(code) for name, code in [("I8", "i1"), ("I16", "<i2"), ("U16", "<u2"), ("U32", "<u4"), ("U64", "<u8")]}
-)
+OTHERS = {"I8": "i1", "I16": "<i2", "U16": "<u2", "U32": "<u4", "U64": "<u8"}
+make.DTYPES.update({name: np.dtype(code) for name, code in OTHERS.items()})
 
 
 def read(path):

@@ -14,7 +14,7 @@ from model_file import make
 def main(source, target, seed):
     random = np.random.default_rng(int(seed))
     header, tensors = model_file.read(source)
-    # The official library writes the header in the order of the data; "nothing" has no place.
+    # The official library writes the header in the order of the data.
     payloads = [perturb(random, dtype, payload) for dtype, _, payload in tensors.values()]
     model_file.write(target, header, payloads)
 

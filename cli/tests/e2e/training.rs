@@ -22,8 +22,8 @@ fn the_command_runs_before_every_upload_and_knows_where_things_are() {
     every_dtype().write_client(0, &path("model"));
     let mut server = start(serve(1), ["--rounds=3"]);
     let client = join(&server.address(), "a", &path("model"));
-    let note = "echo \"$FEDLANE_ROUND $FEDLANE_MODEL $FEDLANE_OUTPUT $(ls \"$FEDLANE_OUTPUT\" | wc -l)\" \
-        >> \"$FEDLANE_MODEL.log\"; echo trained";
+    let note = "there=$(ls \"$FEDLANE_OUTPUT\" | wc -l); echo trained; \
+        echo \"$FEDLANE_ROUND $FEDLANE_MODEL $FEDLANE_OUTPUT $there\" >> \"$FEDLANE_MODEL.log\"";
     let client = train(client, &path("output"), note).finish().done();
     server.finish().done();
     let (model, output) = (path("model"), path("output"));
