@@ -17,7 +17,7 @@ use fedlane::source::generator::Generator;
 use fedlane::wire::hello::{Channel, Preamble};
 use fedlane::wire::message::ClientMessage;
 
-const DEADLINE: Duration = Duration::from_millis(300);
+const DEADLINE: Duration = Duration::from_millis(500);
 
 /// Memory that allocator and runtime may keep between two looks.
 const SLACK_KIB: u64 = 16 << 10;

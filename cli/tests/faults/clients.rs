@@ -234,8 +234,8 @@ fn a_message_that_stops_in_the_middle() {
 
 #[test]
 fn a_client_that_does_not_read_the_mean() {
-    let session = Session::start_with(&[], 48 << 20, 1500);
-    let large = synthetic(48 << 20, Dtype::F32).unwrap();
+    let session = Session::start_with(&[], 32 << 20, 2500);
+    let large = synthetic(32 << 20, Dtype::F32).unwrap();
     let mut bad = HostileClient::join(&session.address, "bad", &large);
     bad.upload();
     session.serve.fails(SOON, &["client \"bad\" (127.0.0.1:", "no byte moved"]);

@@ -75,8 +75,8 @@ fn too_few_open_files_for_a_client() {
 
 #[test]
 fn too_little_address_space() {
-    // From too little to start a thread to enough for everything.
-    for kib in (14_000..62_000).step_by(4_000) {
+    // From too little for a few threads to enough for everything.
+    for kib in (16_000..62_000).step_by(4_000) {
         let args = ["serve", "--listen=127.0.0.1:0", "--clients=1", "--deadline-ms=600"];
         let serve = limited(&format!("-v {kib}"), &args);
         if let Some(line) = serve.try_line("listening on ") {
@@ -91,6 +91,8 @@ fn too_little_address_space() {
         }
         let (status, said) = serve.end(SOON);
         let stopped = status.signal() == Some(Signal::TERM.as_raw());
+        // A small piece of memory that cannot be had ends any program of the standard library.
+        let stopped = stopped || said.contains("memory allocation of");
         assert!(stopped || matches!(status.code(), Some(0 | 1)), "{kib} KiB: {status}:\n{said}");
         assert!(!said.contains("panicked"), "{kib} KiB: {said}");
     }

@@ -179,9 +179,10 @@ fn spoilt_on_the_way(spoil: impl FnOnce(&Path), words: &[&str]) {
     let bad = Process::join(&address, "bad", &["--model", path.to_str().unwrap()]);
     // Its name is before "bad", and so its chunks come first.
     let mut waits = HostileClient::join(&address, "a", &large);
-    waits.begin_upload();
+    waits.await_upload();
     std::thread::sleep(Duration::from_millis(300));
     spoil(&path);
+    waits.announce_upload();
     for stream in 0..2 {
         let bytes = waits.bytes(stream);
         let mut socket = waits.streams[stream].try_clone().unwrap();

@@ -45,11 +45,11 @@ fn training_may_take_much_longer_than_the_deadline() {
     let path = directory.path().join("model");
     let path = path.to_str().unwrap();
     std::fs::write(path, two(&tensor("second", "F32", "[4]", 16, 32))).unwrap();
-    let (serve, address) = Process::serve(&["--clients=2", "--deadline-ms=300"]);
+    let (serve, address) = Process::serve(&["--clients=2", "--deadline-ms=600"]);
     let join = |name, train| {
-        Process::join(&address, name, &["--model", path, "--deadline-ms=300", "--train", train])
+        Process::join(&address, name, &["--model", path, "--deadline-ms=600", "--train", train])
     };
-    let (quick, slow) = (join("quick", "true"), join("slow", "sleep 2"));
+    let (quick, slow) = (join("quick", "true"), join("slow", "sleep 3"));
     serve.succeeds(SOON);
     quick.succeeds(SOON);
     slow.succeeds(SOON);
@@ -69,14 +69,14 @@ fn training_that_fails() {
 
 #[test]
 fn deadlines_may_differ() {
-    for (ours, theirs) in [("300", "60000"), ("60000", "300")] {
+    for (ours, theirs) in [("600", "60000"), ("60000", "600")] {
         let ours = format!("--deadline-ms={ours}");
         let (serve, address) = Process::serve(&["--clients=2", &ours]);
         let theirs = format!("--deadline-ms={theirs}");
         let join = |name| Process::join(&address, name, &["--generate=1MiB", &theirs]);
         let first = join("first");
         // Much longer than the shorter deadline.
-        std::thread::sleep(Duration::from_millis(1500));
+        std::thread::sleep(Duration::from_millis(2500));
         let second = join("second");
         serve.succeeds(SOON);
         first.succeeds(SOON);

@@ -118,7 +118,12 @@ fn receive_visitor(socket: TcpStream, hall: &Arc<Hall>) {
     let spawned = std::thread::Builder::new().name("visitor".into()).spawn(move || {
         let peer = socket.peer_addr().map_or_else(|_| "a peer that left".into(), |a| a.to_string());
         let welcomed = welcome(socket, &inside);
-        if !inside.visitors().leave(number) {
+        let stayed = inside.visitors().leave(number);
+        if inside.closed.load(Ordering::SeqCst) {
+            // The session has ended, and how it ended is the last thing to say.
+            return;
+        }
+        if !stayed {
             tracing::warn!("connection from {peer} closed: others came, and it had said nothing");
             return;
         }

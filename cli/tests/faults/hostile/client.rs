@@ -191,10 +191,13 @@ impl HostileClient {
     /// Sends the update as an honest client does, and waits until it was averaged.
     pub fn upload(&mut self) {
         self.begin_upload();
-        for stream in 0..self.streams.len() {
-            let bytes = self.bytes(stream);
-            self.streams[stream].write_all(&bytes).unwrap();
-        }
+        let bytes: Vec<_> = (0..self.streams.len()).map(|stream| self.bytes(stream)).collect();
+        // At once: a stream that waits for another one would be given up.
+        std::thread::scope(|scope| {
+            for (socket, bytes) in self.streams.iter_mut().zip(&bytes) {
+                scope.spawn(move || socket.write_all(bytes).unwrap());
+            }
+        });
         assert_eq!(self.next().unwrap(), AggregatorMessage::Applied { round: 1 });
     }
 
