@@ -49,7 +49,8 @@ pub struct Join {
     /// Shell command to run before every upload; it leaves its update in --model
     ///
     /// FEDLANE_ROUND is the round, FEDLANE_MODEL is --model, FEDLANE_OUTPUT is --output: the
-    /// newest mean, once there is one.
+    /// newest mean. Before the first mean (or --initial model) there is none, but a file of an
+    /// earlier session may still stand there.
     #[arg(long, value_name = "COMMAND", conflicts_with_all = ["generate", "preset"])]
     train: Option<String>,
 

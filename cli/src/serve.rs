@@ -152,8 +152,9 @@ impl Serve {
         // The clients need not wait for the disk, nor the disk for the clients.
         let saving = self.output.clone().zip(session.model()).map(|(path, model)| {
             let manifest = session.manifest().clone();
-            std::thread::spawn(move || save(&path, &manifest, model.bytes()))
+            std::thread::Builder::new().spawn(move || save(&path, &manifest, model.bytes()))
         });
+        let saving = saving.transpose().context("the host refused a thread to save the model")?;
         let shown = Progress::show(downloads, !self.json);
         let sent = session.broadcast();
         drop(shown);

@@ -8,13 +8,13 @@ use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::control::{self, Congestion, Heartbeat, Writer};
 use crate::error::{AggregatorError, ControlError, Fault, LaneError, ProtocolError};
-use crate::lane::receive::Order;
+use crate::lane::receive::{ChunkBuffers, Order};
 use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::Phase;
@@ -235,6 +235,8 @@ pub struct Session {
     chunks: ChunkTable,
     lanes: Vec<Range<usize>>,
     signals: Vec<Arc<Signal>>,
+    /// Of each lane, which holds the lock while it receives.
+    buffers: Vec<Mutex<ChunkBuffers>>,
     /// Absent when updates are dropped.
     layout: Option<AccumulatorLayout>,
     weights: Weights,

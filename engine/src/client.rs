@@ -6,13 +6,13 @@ use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::control::{self, Congestion, Heartbeat, Writer, printable};
 use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError};
-use crate::lane::receive::{Incoming, Order, Shared, receive};
+use crate::lane::receive::{ChunkBuffers, Incoming, Order, Shared, receive};
 use crate::lane::send::{Announce, Outgoing, send};
 use crate::lane::start_lane;
 use crate::limits;
@@ -86,6 +86,8 @@ pub struct Client {
     chunks: ChunkTable,
     lanes: Vec<Range<usize>>,
     signals: Vec<Arc<Signal>>,
+    /// Of each lane, which holds the lock while it receives.
+    buffers: Vec<Mutex<ChunkBuffers>>,
     streams: Vec<TcpStream>,
     writer: Arc<Writer>,
     shared: Arc<ClientShared>,
@@ -184,6 +186,7 @@ impl Client {
             plan,
             manifest: manifest.clone(),
             chunks: prepared.chunks,
+            buffers: prepared.lanes.iter().map(|_| Mutex::default()).collect(),
             lanes: prepared.lanes,
             signals: prepared.signals,
             streams,
@@ -365,8 +368,10 @@ impl Client {
             let stream = Incoming::new(0, socket, self.config.receive_path, shared, deadline)?;
             let (chunks, range, signal) =
                 (&self.chunks, self.lanes[lane].clone(), &self.signals[lane]);
+            let buffers = &self.buffers[lane];
             lanes.push(move || {
-                receive(vec![stream], chunks, range, Order::Client, &mut sink, signal)
+                let mut buffers = buffers.lock().unwrap_or_else(PoisonError::into_inner);
+                receive(vec![stream], chunks, range, Order::Client, &mut sink, &mut buffers, signal)
             });
         }
         Ok(lanes)

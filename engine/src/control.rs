@@ -250,11 +250,19 @@ fn is_same_host(socket: &TcpStream) -> bool {
     }
 }
 
-/// A peer's text as it may be shown: one line, no control characters, not endless.
+/// A peer's text as it may be shown: one line, nothing that moves the cursor or turns the direction of
+/// writing, not endless.
 pub fn printable(text: &str) -> String {
     let cut: String = text.chars().take(limits::MAX_SHOWN_CHARS).collect();
     let more = if cut.len() < text.len() { "..." } else { "" };
-    cut.chars().map(|c| if c.is_control() { ' ' } else { c }).collect::<String>() + more
+    cut.chars().map(|c| if is_plain(c) { c } else { ' ' }).collect::<String>() + more
+}
+
+fn is_plain(c: char) -> bool {
+    // Line and paragraph separators, and the marks of right-to-left and left-to-right writing.
+    let turns =
+        matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    !c.is_control() && !turns
 }
 
 /// Where a client should dial to reach what listens on `address`.

@@ -83,6 +83,9 @@ pub const OWN_DESCRIPTORS: u64 = 16;
 /// is coming.
 pub const EARLY_MESSAGES: usize = 4;
 
+/// Chunks of one lane whose sums stay in a cache, so that clients may be a few chunks apart.
+pub const MEAN_TILES: usize = 4;
+
 /// Most clients of one session. Each holds one thread and one socket per lane.
 pub const MAX_CLIENTS: usize = 4096;
 
@@ -109,6 +112,10 @@ pub const MIN_DEADLINE: Duration = Duration::from_millis(MIN_DEADLINE_MS);
 
 /// Longest deadline, a day: a longer one would be no deadline.
 pub const MAX_DEADLINE_MS: u64 = 24 * 3600 * 1000;
+
+/// Bytes a second at which even the slowest disk saves a model: a client that has received a model
+/// may take so long, beyond the deadline, until it confirms.
+pub const SLOWEST_DISK_BYTES_S: u64 = 10 << 20;
 
 /// How long to wait for a peer's reason after its data channel broke.
 pub const LAST_WORDS: Duration = Duration::from_millis(500);

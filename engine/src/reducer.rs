@@ -35,7 +35,7 @@ use crate::error::ReducerError;
 use crate::limits::{ACCUMULATOR_ALIGN_BYTES, MIN_WEIGHT_SHARE};
 use kernels::{Add, Bf16, Bool, Element, F16, Finish, First, Last, Only};
 
-pub use kernels::Level;
+pub use kernels::{Level, store_past_cache};
 
 /// The type in which elements are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

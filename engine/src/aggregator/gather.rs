@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::io;
 use std::net::{SocketAddr, TcpStream};
 use std::ops::Range;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -317,6 +317,7 @@ impl Gathering {
             config,
             manifest: agreed.manifest,
             chunks: agreed.chunks,
+            buffers: agreed.lanes.iter().map(|_| Mutex::default()).collect(),
             lanes: agreed.lanes,
             signals: agreed.signals,
             layout: agreed.layout,

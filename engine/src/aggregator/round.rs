@@ -1,9 +1,9 @@
 //! One round: updates come in and are averaged, the model goes out.
 
 use std::net::TcpStream;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::gather::{refuse_late, unexpected};
@@ -70,13 +70,13 @@ impl Session {
     }
 
     fn receive_updates(&mut self) -> Result<Option<Model>, AggregatorError> {
+        let round = self.round;
+        let meter = Meter::start("upload", round);
         let mut regions = self.take_regions()?;
         let mut sums = vec![0; if self.layout.is_some() { self.chunks.len() } else { 0 }];
-        let round = self.round;
         for peer in &self.peers {
             peer.shared.start_round(round);
         }
-        let meter = Meter::start("upload", round);
         self.tell_each(|_| AggregatorMessage::Upload { round })?;
         match self.config.averaging {
             Averaging::Streaming => self.stream(&mut regions, &mut sums)?,
@@ -131,7 +131,7 @@ impl Session {
         self.watch().run(lanes)
     }
 
-    /// Averages what was staged.
+    /// Averages what was staged, one update after the other, as is usual.
     fn average(&mut self, regions: &mut Regions, sums: &mut [u64]) -> Result<(), AggregatorError> {
         let staged = std::mem::take(&mut regions.staged);
         let chunks = &self.chunks;
@@ -139,10 +139,10 @@ impl Session {
         let lanes = sinks.into_iter().zip(&self.lanes).map(|(mut sink, range)| {
             let staged = &staged;
             move || {
-                for chunk in range.clone().map(|index| chunks.get(index)) {
-                    let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
-                    for (peer, region) in staged.iter().enumerate() {
-                        let accepted = sink.accept(peer, &chunk, &region.bytes()[place.clone()]);
+                for (peer, region) in staged.iter().enumerate() {
+                    for chunk in range.clone().map(|index| chunks.get(index)) {
+                        let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
+                        let accepted = sink.accept(peer, &chunk, &region.bytes()[place]);
                         accepted.map_err(|error| LaneError::peer(peer, error))?;
                     }
                 }
@@ -210,7 +210,11 @@ impl Session {
             }
             let (chunks, range, signal) =
                 (&self.chunks, self.lanes[lane].clone(), &self.signals[lane]);
-            lanes.push(move || receive(streams, chunks, range, config.order, &mut sink, signal));
+            let buffers = &self.buffers[lane];
+            lanes.push(move || {
+                let mut buffers = buffers.lock().unwrap_or_else(PoisonError::into_inner);
+                receive(streams, chunks, range, config.order, &mut sink, &mut buffers, signal)
+            });
         }
         Ok(lanes)
     }
@@ -246,7 +250,7 @@ impl Session {
         let mut watch = self.watch();
         watch.confirmed = Some((round, digest, vec![false; self.peers.len()]));
         watch.run(lanes)?;
-        watch.await_confirmations()?;
+        watch.await_confirmations(self.manifest.data_bytes())?;
         self.refuse_more()?;
         let phase = meter.stop(self.manifest.data_bytes() * self.peers.len() as u64);
         self.phases.push(phase.sent_by(kind));
@@ -368,12 +372,26 @@ impl Watch<'_> {
         failure.map_or(Ok(()), Err)
     }
 
-    fn await_confirmations(&mut self) -> Result<(), AggregatorError> {
-        while self.confirmed.as_ref().is_some_and(|(_, _, who)| who.contains(&false)) {
-            let Ok(event) = self.events.recv() else { break };
-            self.hear(event)?;
+    /// Waits until every client has saved the model, as long as that may take on a slow disk.
+    fn await_confirmations(&mut self, model_bytes: u64) -> Result<(), AggregatorError> {
+        let saving = Duration::from_secs(model_bytes / limits::SLOWEST_DISK_BYTES_S);
+        let patience = self.config.deadline + saving;
+        let until = Instant::now() + patience;
+        while let Some(silent) = self.unconfirmed() {
+            match self.events.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(event) => self.hear(event)?,
+                Err(_) => {
+                    let seconds = patience.as_secs_f64().ceil() as u64;
+                    return Err(self.peers[silent].fault(Fault::Unconfirmed { seconds }));
+                }
+            }
         }
         Ok(())
+    }
+
+    fn unconfirmed(&self) -> Option<usize> {
+        let (_, _, who) = self.confirmed.as_ref()?;
+        who.iter().position(|confirmed| !confirmed)
     }
 
     fn hear(&mut self, event: Event) -> Result<(), AggregatorError> {

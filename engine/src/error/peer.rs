@@ -142,6 +142,9 @@ pub enum TransferError {
         /// How long.
         seconds: f64,
     },
+    /// A chunk came and its checksum did not.
+    #[error("no checksum was announced for bytes that came, within the deadline")]
+    NoChecksum,
     /// Bytes that are not those which were announced.
     #[error("bytes {} to {} do not match their checksum: they were changed on the way, or in the source while it was being sent", bytes.start, bytes.end)]
     Checksum {
@@ -262,6 +265,12 @@ pub enum Fault {
     /// It received another model than it was sent.
     #[error("the model it received has another digest than the one sent")]
     Digest,
+    /// It has the model, or lost it, and says neither.
+    #[error("did not confirm the model within {seconds} s of the last byte")]
+    Unconfirmed {
+        /// How long it had.
+        seconds: u64,
+    },
     /// It did not open all its data channels.
     #[error("opened {opened} of {wanted} data connections within the deadline")]
     Streams {

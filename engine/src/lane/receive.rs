@@ -91,13 +91,17 @@ impl<'a> Incoming<'a> {
     }
 
     /// Ends the lane when the peer should be sending and is not.
-    fn check_progress(&mut self) -> Result<(), LaneError> {
+    fn check_progress(&mut self, needs_sum: bool) -> Result<(), LaneError> {
         // The time before a peer begins is its own: it trains.
         if !self.shared.began.load(Ordering::Acquire) {
             self.progress.made();
         }
         if self.progress.is_overdue() {
-            return Err(LaneError::peer(self.peer, self.progress.stalled()));
+            let error = match needs_sum {
+                true => TransferError::NoChecksum,
+                false => self.progress.stalled(),
+            };
+            return Err(LaneError::peer(self.peer, error));
         }
         // On a slow link every byte counts as progress, so wake for every byte.
         if self.progress.last.elapsed() > TICK {
@@ -118,6 +122,10 @@ enum Step {
     NeedsSum,
 }
 
+/// Warm memory for chunks that are being received, kept for the next round.
+#[derive(Default)]
+pub struct ChunkBuffers(Vec<Region>);
+
 /// Receives the chunks numbered `range` from every stream into `sink`.
 pub fn receive(
     mut streams: Vec<Incoming<'_>>,
@@ -125,6 +133,7 @@ pub fn receive(
     range: Range<usize>,
     order: Order,
     sink: &mut dyn Sink,
+    buffers: &mut ChunkBuffers,
     signal: &Signal,
 ) -> Result<(), LaneError> {
     for stream in &mut streams {
@@ -138,7 +147,7 @@ pub fn receive(
         1 => limits::RECEIVE_LOW_WATER_BYTES,
         _ => limits::SHARED_LOW_WATER_BYTES,
     };
-    let mut lane = Lane { chunks, range, end_byte, sink, spare: Vec::new(), low_water_bytes };
+    let mut lane = Lane { chunks, range, end_byte, sink, buffers, low_water_bytes };
     // With one stream there is nothing to choose between.
     match order {
         Order::Arrival if streams.len() > 1 => lane.by_arrival(&mut streams, signal),
@@ -151,8 +160,8 @@ struct Lane<'a> {
     range: Range<usize>,
     end_byte: u64,
     sink: &'a mut dyn Sink,
-    /// Chunk buffers that no stream is filling; the one used last is still in the cache.
-    spare: Vec<Region>,
+    /// Those that no stream is filling; the one used last is still in the cache.
+    buffers: &'a mut ChunkBuffers,
     /// How much should wait before a stream is looked at.
     low_water_bytes: u64,
 }
@@ -181,7 +190,7 @@ impl Lane<'_> {
             if step == Step::Chunk {
                 return Ok(());
             }
-            stream.check_progress()?;
+            stream.check_progress(step == Step::NeedsSum)?;
             if step == Step::Empty {
                 poller.add(stream.socket, 0, EventFlags::IN)?;
                 poller.wait(&mut BTreeSet::new(), TICK)?;
@@ -241,7 +250,7 @@ impl Lane<'_> {
                 checked = Instant::now();
                 for (index, stream) in streams.iter_mut().enumerate() {
                     if stream.next < self.range.end && !hot.contains(&index) {
-                        stream.check_progress()?;
+                        stream.check_progress(parked.contains(&index))?;
                     }
                 }
             }
@@ -267,6 +276,8 @@ impl Lane<'_> {
                 Ok(received) => {
                     stream.filled += received;
                     stream.shared.moved.fetch_add(received as u64, Ordering::Relaxed);
+                    // A first byte says as much as the word that the upload begins.
+                    stream.shared.began.store(true, Ordering::Release);
                     stream.progress.made();
                 }
                 Err(TransferError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -294,7 +305,7 @@ impl Lane<'_> {
         if let Some(landing) = self.sink.landing(stream.peer, chunk, filled, stream.lands) {
             return Ok(stream.path.receive(socket, landing)?);
         }
-        let mut scratch = match stream.scratch.take().or_else(|| self.spare.pop()) {
+        let mut scratch = match stream.scratch.take().or_else(|| self.buffers.0.pop()) {
             Some(region) => region,
             None => Region::new(self.chunks.chunk_bytes())?,
         };
@@ -325,7 +336,7 @@ impl Lane<'_> {
         }
         if let Some(scratch) = stream.scratch.take() {
             self.sink.accept(stream.peer, chunk, &scratch.bytes()[..length])?;
-            self.spare.push(scratch);
+            self.buffers.0.push(scratch);
         }
         stream.next += 1;
         stream.filled = 0;

@@ -160,6 +160,11 @@ impl Lane<'_> {
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(Step::Full),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(Step::Sent),
+            // The source knows the name of the file that ended.
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                self.source.read(stream.left.start, &mut [0])?;
+                Err(error.into())
+            }
             Err(error) => Err(error.into()),
         }
     }

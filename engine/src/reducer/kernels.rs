@@ -74,6 +74,37 @@ fn run_avx512(kernel: impl Kernel) {
     kernel.run();
 }
 
+/// Copies `source` to `target`, which is as long, past the caches: for bytes that are not read soon.
+/// An ordinary store first fetches the old bytes from memory.
+#[cfg(target_arch = "x86_64")]
+pub fn store_past_cache(target: &mut [u8], source: &[u8]) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+    assert_eq!(target.len(), source.len());
+    // Streaming stores need a target aligned to 16 bytes.
+    let head = target.as_ptr().align_offset(size_of::<__m128i>()).min(target.len());
+    let (target_head, target) = target.split_at_mut(head);
+    let (source_head, source) = source.split_at(head);
+    target_head.copy_from_slice(source_head);
+    let (target, target_tail) = target.as_chunks_mut::<16>();
+    let (source, source_tail) = source.as_chunks::<16>();
+    for (target, source) in target.iter_mut().zip(source) {
+        // SAFETY: both are 16 bytes, the target is aligned, and every x86-64 CPU has SSE2.
+        unsafe {
+            let bytes = _mm_loadu_si128(source.as_ptr().cast());
+            _mm_stream_si128(target.as_mut_ptr().cast(), bytes);
+        }
+    }
+    target_tail.copy_from_slice(source_tail);
+    // SAFETY: every x86-64 CPU has it. It orders the stores before all that follow.
+    unsafe { _mm_sfence() };
+}
+
+/// Copies `source` to `target`, which is as long.
+#[cfg(not(target_arch = "x86_64"))]
+pub fn store_past_cache(target: &mut [u8], source: &[u8]) {
+    target.copy_from_slice(source);
+}
+
 /// A loop over one chunk. `run` must be `inline(always)`: only code that is inlined into the
 /// functions above is compiled with their instructions.
 pub(super) trait Kernel {

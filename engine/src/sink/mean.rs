@@ -1,12 +1,16 @@
-//! Averages chunks as they come: into the accumulator, and with the last client's chunk, while
-//! the sums are in the cache, into the model.
+//! Averages chunks as they come. The sums of the chunks that clients are working on stay in
+//! tiles, small enough for a cache; with the last client's chunk the mean goes straight to the model.
 
+use std::collections::VecDeque;
 use std::ops::Range;
+
+use zerocopy::IntoBytes;
 
 use super::Sink;
 use crate::error::{ReducerError, SinkError};
+use crate::limits;
 use crate::manifest::{Chunk, ChunkTable};
-use crate::reducer::{self, AccumulatorLayout, Weight, Weights};
+use crate::reducer::{self, AccumulatorLayout, Weight, Weights, store_past_cache};
 use crate::wire::checksum::ChunkSum;
 
 /// Bytes of payload that are completed at once: with their sums and their mean they stay in the L1
@@ -17,7 +21,8 @@ const BLOCK_BYTES: usize = 8 << 10;
 pub struct MeanSink<'a> {
     weights: &'a Weights,
     layout: &'a AccumulatorLayout,
-    /// The lane's slice of the accumulator, and the accumulator byte at which it starts.
+    /// The lane's slice of the accumulator, and the accumulator byte at which it starts. Holds the
+    /// sums that have no tile.
     accumulator: &'a mut [u8],
     accumulator_start: u64,
     /// The lane's slice of the new model, and the model byte at which it starts. Without one the
@@ -29,6 +34,24 @@ pub struct MeanSink<'a> {
     first_chunk: usize,
     /// For each chunk: from how many clients it came.
     arrived: Vec<usize>,
+    /// Longest unused first.
+    tiles: VecDeque<Tile>,
+    /// Memory of tiles whose chunks are complete.
+    spare: Vec<Vec<f64>>,
+}
+
+/// The sums of one chunk, aligned for every type of sum.
+struct Tile {
+    /// Number of the chunk, and the place of its sums in the lane's accumulator.
+    chunk: usize,
+    place: Range<usize>,
+    sums: Vec<f64>,
+}
+
+impl Tile {
+    fn bytes(&mut self) -> &mut [u8] {
+        &mut self.sums.as_mut_bytes()[..self.place.len()]
+    }
 }
 
 /// Slices of one lane, cut from the accumulator, the model and its checksums.
@@ -62,39 +85,65 @@ impl<'a> MeanSink<'a> {
             sums: slices.sums,
             first_chunk: range.start,
             arrived: vec![0; range.len()],
+            tiles: VecDeque::new(),
+            spare: Vec::new(),
         })
     }
 
-    /// Folds in the last client's chunk and writes the mean, block by block, so that the checksum
-    /// and a mean that takes the place of the sums find it in the innermost cache.
+    /// The tile of a chunk, filled with the sums so far unless it is the chunk's first.
+    fn take_tile(&mut self, chunk: &Chunk, first: bool) -> Result<Tile, SinkError> {
+        if let Some(index) = self.tiles.iter().position(|tile| tile.chunk == chunk.index) {
+            return Ok(self.tiles.remove(index).expect("found above"));
+        }
+        let range = self.layout.range(chunk.bytes.clone(), chunk.dtype)?;
+        let start = (range.start - self.accumulator_start) as usize;
+        let place = start..start + (range.end - range.start) as usize;
+        let mut sums = match self.spare.pop() {
+            Some(sums) => sums,
+            None if self.tiles.len() < limits::MEAN_TILES => Vec::new(),
+            None => self.put_away(),
+        };
+        sums.resize(place.len().div_ceil(size_of::<f64>()), 0.0);
+        let mut tile = Tile { chunk: chunk.index, place: place.clone(), sums };
+        if !first {
+            tile.bytes().copy_from_slice(&self.accumulator[place]);
+        }
+        Ok(tile)
+    }
+
+    /// Moves the sums of the tile that was longest unused to their place in the accumulator.
+    fn put_away(&mut self) -> Vec<f64> {
+        let Some(mut tile) = self.tiles.pop_front() else { return Vec::new() };
+        let place = tile.place.clone();
+        store_past_cache(&mut self.accumulator[place], tile.bytes());
+        tile.sums
+    }
+
+    /// Folds in the last client's chunk and writes the mean, block by block, so that its checksum
+    /// finds it in the innermost cache. Nobody reads the mean before the round is over.
     fn complete(
         &mut self,
         chunk: &Chunk,
         first: bool,
         weight: Weight,
         payload: &[u8],
-        sums: Range<usize>,
+        tile: &mut Tile,
     ) -> Result<(), SinkError> {
-        let accumulator = &mut self.accumulator[sums];
-        // Whole blocks of the payload have whole blocks of sums.
-        let sums_bytes = BLOCK_BYTES * accumulator.len() / payload.len().max(1);
         let start = (chunk.bytes.start - self.model_start) as usize;
-        let mut model = self.model.as_mut().map(|model| &mut model[start..start + payload.len()]);
+        let mean = match &mut self.model {
+            Some(model) => &mut model[start..start + payload.len()],
+            None => &mut self.accumulator[tile.place.clone()],
+        };
+        // Whole blocks of the payload have whole blocks of sums.
+        let sums_bytes = BLOCK_BYTES * tile.place.len() / payload.len().max(1);
+        let blocks = payload.chunks(BLOCK_BYTES).zip(tile.bytes().chunks_mut(sums_bytes.max(1)));
         let mut sum = ChunkSum::new();
         let mut scratch = [0; BLOCK_BYTES];
-        let blocks = payload.chunks(BLOCK_BYTES).zip(accumulator.chunks_mut(sums_bytes.max(1)));
-        for (number, (payload, sums)) in blocks.enumerate() {
-            let (dtype, weights) = (chunk.dtype, self.weights);
-            let in_place = model.is_none();
-            let out = match &mut model {
-                Some(model) => &mut model[number * BLOCK_BYTES..][..payload.len()],
-                None => &mut scratch[..payload.len()],
-            };
+        for ((payload, sums), mean) in blocks.zip(mean.chunks_mut(BLOCK_BYTES)) {
+            let (dtype, weights, out) = (chunk.dtype, self.weights, &mut scratch[..payload.len()]);
             reducer::complete(dtype, first, weight, weights, payload, sums, out)?;
             sum.update(out);
-            if in_place {
-                sums.copy_from_slice(out);
-            }
+            store_past_cache(mean, out);
         }
         self.sums[chunk.index - self.first_chunk] = sum.finish();
         Ok(())
@@ -103,18 +152,18 @@ impl<'a> MeanSink<'a> {
 
 impl Sink for MeanSink<'_> {
     fn accept(&mut self, peer: usize, chunk: &Chunk, bytes: &[u8]) -> Result<(), SinkError> {
-        let range = self.layout.range(chunk.bytes.clone(), chunk.dtype)?;
-        let sums = (range.start - self.accumulator_start) as usize
-            ..(range.end - self.accumulator_start) as usize;
         let weight = self.weights.get(peer).ok_or(ReducerError::NoWeight)?;
         let arrived = &mut self.arrived[chunk.index - self.first_chunk];
-        let first = *arrived == 0;
         *arrived += 1;
-        if *arrived == self.weights.clients() {
-            return self.complete(chunk, first, weight, bytes, sums);
+        let (first, last) = (*arrived == 1, *arrived == self.weights.clients());
+        let mut tile = self.take_tile(chunk, first)?;
+        if last {
+            self.complete(chunk, first, weight, bytes, &mut tile)?;
+            self.spare.push(tile.sums);
+        } else {
+            reducer::accumulate(chunk.dtype, first, weight, bytes, tile.bytes())?;
+            self.tiles.push_back(tile);
         }
-        let accumulator = &mut self.accumulator[sums];
-        reducer::accumulate(chunk.dtype, first, weight, bytes, accumulator)?;
         Ok(())
     }
 }
