@@ -22,6 +22,7 @@ use crate::paths::{ReceiveKind, SendKind};
 use crate::reducer::{AccumulatorLayout, Weights};
 use crate::region::{Region, RegionPool};
 use crate::signal::Signal;
+use crate::sink::mean::TileMemory;
 use crate::sums::SumTable;
 use crate::sys::process;
 use crate::wire::message::{AggregatorMessage, ClientMessage};
@@ -237,6 +238,7 @@ pub struct Session {
     signals: Vec<Arc<Signal>>,
     /// Of each lane, which holds the lock while it receives.
     buffers: Vec<Mutex<ChunkBuffers>>,
+    tiles: Vec<TileMemory>,
     /// Absent when updates are dropped.
     layout: Option<AccumulatorLayout>,
     weights: Weights,

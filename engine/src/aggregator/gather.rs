@@ -21,6 +21,7 @@ use crate::meter::{Meter, Phase};
 use crate::reducer::{self, AccumulatorLayout, Weights};
 use crate::region::RegionPool;
 use crate::signal::Signal;
+use crate::sink::mean::TileMemory;
 use crate::sums::SumTable;
 use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
 
@@ -318,6 +319,7 @@ impl Gathering {
             manifest: agreed.manifest,
             chunks: agreed.chunks,
             buffers: agreed.lanes.iter().map(|_| Mutex::default()).collect(),
+            tiles: agreed.lanes.iter().map(|_| TileMemory::default()).collect(),
             lanes: agreed.lanes,
             signals: agreed.signals,
             layout: agreed.layout,

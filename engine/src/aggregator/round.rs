@@ -175,7 +175,7 @@ impl Session {
         let mut sums = sums;
         let mut position = 0;
         let mut sinks = Vec::new();
-        for lane in &self.lanes {
+        for (lane, tiles) in self.lanes.iter().zip(&self.tiles) {
             let bytes = self.chunks.bytes_of(lane);
             let span = layout.span(bytes.clone()).map_err(SinkError::from)?;
             // The gap that aligns a run belongs to nobody.
@@ -188,7 +188,7 @@ impl Session {
             let (lane_checks, rest) = sums.split_at_mut(lane.len());
             sums = rest;
             let slices =
-                MeanSlices { accumulator: lane_sums, model: lane_model, sums: lane_checks };
+                MeanSlices { accumulator: lane_sums, model: lane_model, sums: lane_checks, tiles };
             sinks.push(MeanSink::new(&self.weights, layout, &self.chunks, lane, slices)?);
         }
         Ok(sinks)

@@ -3,6 +3,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
 use zerocopy::IntoBytes;
 
@@ -38,7 +39,12 @@ pub struct MeanSink<'a> {
     tiles: VecDeque<Tile>,
     /// Memory of tiles whose chunks are complete.
     spare: Vec<Vec<f64>>,
+    kept: &'a TileMemory,
 }
+
+/// Warm memory for the tiles of one lane, kept for the next round.
+#[derive(Default)]
+pub struct TileMemory(Mutex<Vec<Vec<f64>>>);
 
 /// The sums of one chunk, aligned for every type of sum.
 struct Tile {
@@ -62,6 +68,8 @@ pub struct MeanSlices<'a> {
     pub model: Option<&'a mut [u8]>,
     /// One for each chunk.
     pub sums: &'a mut [u64],
+    /// Memory for tiles.
+    pub tiles: &'a TileMemory,
 }
 
 impl<'a> MeanSink<'a> {
@@ -86,7 +94,10 @@ impl<'a> MeanSink<'a> {
             first_chunk: range.start,
             arrived: vec![0; range.len()],
             tiles: VecDeque::new(),
-            spare: Vec::new(),
+            spare: std::mem::take(
+                &mut *slices.tiles.0.lock().unwrap_or_else(PoisonError::into_inner),
+            ),
+            kept: slices.tiles,
         })
     }
 
@@ -147,6 +158,14 @@ impl<'a> MeanSink<'a> {
         }
         self.sums[chunk.index - self.first_chunk] = sum.finish();
         Ok(())
+    }
+}
+
+impl Drop for MeanSink<'_> {
+    fn drop(&mut self) {
+        let tiles = self.tiles.drain(..).map(|tile| tile.sums);
+        let mut kept = self.kept.0.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.extend(self.spare.drain(..).chain(tiles));
     }
 }
 
