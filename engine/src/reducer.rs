@@ -33,7 +33,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::error::ReducerError;
 use crate::limits::{ACCUMULATOR_ALIGN_BYTES, MIN_WEIGHT_SHARE};
-use kernels::{Add, Bf16, Bool, Element, F16, Finish, First, Last, Only};
+use kernels::{Add, Bf16, Bool, Element, F16, Finish, First, Last, Only, Scale, ScaleAdd};
 
 pub use kernels::{Level, store_past_cache};
 
@@ -91,6 +91,13 @@ pub struct Weight {
 pub struct Weights {
     clients: Vec<Weight>,
     denominator: Weight,
+}
+
+impl Weight {
+    /// Whether the client counts.
+    pub fn is_positive(self) -> bool {
+        self.f64 > 0.0
+    }
 }
 
 impl Weights {
@@ -208,6 +215,43 @@ pub fn complete(
     out: &mut [u8],
 ) -> Result<(), ReducerError> {
     complete_at(Level::best(), dtype, first, weight, weights, payload, acc, out)
+}
+
+/// Whether elements of `dtype` are summed in their own type. The first client's payload can then
+/// stand for its sums, unscaled, until the second comes: [`accumulate_held`].
+pub fn is_own_sum(dtype: Dtype) -> bool {
+    matches!(dtype, Dtype::F32 | Dtype::F64)
+}
+
+/// [`accumulate`] of two chunks in one pass, with the same bits: `acc` holds the payload of the
+/// first, whose weight is `held`, and then the sums. Both weights are positive.
+///
+/// # Errors
+/// As [`accumulate`]; and a dtype that is not [`is_own_sum`].
+pub fn accumulate_held(
+    dtype: Dtype,
+    held: Weight,
+    weight: Weight,
+    payload: &[u8],
+    acc: &mut [u8],
+) -> Result<(), ReducerError> {
+    match dtype {
+        Dtype::F32 => fold_held::<f32>(dtype, held, Some((weight, payload)), acc),
+        Dtype::F64 => fold_held::<f64>(dtype, held, Some((weight, payload)), acc),
+        _ => Err(ReducerError::NotAveraged { tensor: "of this chunk".to_owned(), dtype }),
+    }
+}
+
+/// Turns a held payload, whose weight is `held`, into its sums.
+///
+/// # Errors
+/// As [`accumulate_held`].
+pub fn settle(dtype: Dtype, held: Weight, acc: &mut [u8]) -> Result<(), ReducerError> {
+    match dtype {
+        Dtype::F32 => fold_held::<f32>(dtype, held, None, acc),
+        Dtype::F64 => fold_held::<f64>(dtype, held, None, acc),
+        _ => Err(ReducerError::NotAveraged { tensor: "of this chunk".to_owned(), dtype }),
+    }
 }
 
 /// Calls `$function::<E>($arguments)` with the element type `E` of a dtype.
@@ -330,6 +374,27 @@ fn fold<E: Element<Sum: Sum, Bytes: FromBytes + Immutable>>(
         (true, false) => sums.fill(E::Sum::NOTHING),
         (false, false) => {}
     }
+    Ok(())
+}
+
+fn fold_held<E: Element<Sum: Sum, Bytes: FromBytes + Immutable>>(
+    dtype: Dtype,
+    held: Weight,
+    second: Option<(Weight, &[u8])>,
+    acc: &mut [u8],
+) -> Result<(), ReducerError> {
+    let scale = E::Sum::pick(held);
+    let Some((weight, payload)) = second else {
+        let sums =
+            <[E::Sum]>::mut_from_bytes(acc).map_err(|_| ReducerError::Misaligned { dtype })?;
+        Level::best().run(Scale::<E> { scale, sums });
+        return Ok(());
+    };
+    let payload = <[E::Bytes]>::ref_from_bytes(payload)
+        .map_err(|_| ReducerError::PartialElement { dtype, bytes: payload.len() })?;
+    check_accumulator::<E>(dtype, payload.len(), acc)?;
+    let sums = <[E::Sum]>::mut_from_bytes(acc).map_err(|_| ReducerError::Misaligned { dtype })?;
+    Level::best().run(ScaleAdd::<E> { scale, weight: E::Sum::pick(weight), payload, sums });
     Ok(())
 }
 

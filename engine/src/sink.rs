@@ -8,6 +8,7 @@ pub mod region;
 use crate::error::SinkError;
 use crate::manifest::Chunk;
 use crate::receiver::{Landing, Lands};
+use crate::region::Region;
 
 /// Takes the chunks of one lane. `peer` counts the streams of the lane.
 pub trait Sink: Send {
@@ -28,8 +29,9 @@ pub trait Sink: Send {
         Err(SinkError::NoLanding)
     }
 
-    /// Takes the bytes of a chunk that landed in a buffer.
-    fn accept(&mut self, peer: usize, chunk: &Chunk, bytes: &[u8]) -> Result<(), SinkError>;
+    /// Takes the bytes of a chunk, which are the first ones of `buffer`. It may keep the buffer and
+    /// leave another one, at least as large.
+    fn accept(&mut self, peer: usize, chunk: &Chunk, buffer: &mut Region) -> Result<(), SinkError>;
 
     /// Whether chunks must pass their checksum first. Only a sink that drops them says no.
     fn checks(&self) -> bool {

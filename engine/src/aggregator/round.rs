@@ -142,7 +142,7 @@ impl Session {
                 for (peer, region) in staged.iter().enumerate() {
                     for chunk in range.clone().map(|index| chunks.get(index)) {
                         let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
-                        let accepted = sink.accept(peer, &chunk, &region.bytes()[place]);
+                        let accepted = sink.add(peer, &chunk, &region.bytes()[place]);
                         accepted.map_err(|error| LaneError::peer(peer, error))?;
                     }
                 }

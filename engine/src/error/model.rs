@@ -278,6 +278,9 @@ pub enum SinkError {
     /// The reducer refused a chunk.
     #[error(transparent)]
     Reducer(#[from] ReducerError),
+    /// Memory for chunks cannot be had.
+    #[error(transparent)]
+    Region(#[from] RegionError),
     /// A path put bytes where the sink has no place for them.
     #[error("the receive path put bytes where this sink has no place; use another receive path")]
     NoLanding,

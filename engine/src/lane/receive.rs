@@ -334,8 +334,8 @@ impl Lane<'_> {
                 return Err(TransferError::Checksum { bytes: chunk.bytes.clone() });
             }
         }
-        if let Some(scratch) = stream.scratch.take() {
-            self.sink.accept(stream.peer, chunk, &scratch.bytes()[..length])?;
+        if let Some(mut scratch) = stream.scratch.take() {
+            self.sink.accept(stream.peer, chunk, &mut scratch)?;
             self.buffers.0.push(scratch);
         }
         stream.next += 1;

@@ -151,6 +151,39 @@ impl<E: Element> Kernel for Add<'_, E> {
     }
 }
 
+/// `sums = scale * sums`: [`First`] of a payload that stands where its sums shall stand.
+pub(super) struct Scale<'a, E: Element> {
+    pub scale: E::Sum,
+    pub sums: &'a mut [E::Sum],
+}
+
+impl<E: Element> Kernel for Scale<'_, E> {
+    #[inline(always)]
+    fn run(self) {
+        for sum in self.sums.iter_mut() {
+            *sum = self.scale * *sum;
+        }
+    }
+}
+
+/// `sums = scale * sums + weight * payload`: [`Scale`] and [`Add`] in one pass, with the same
+/// roundings.
+pub(super) struct ScaleAdd<'a, E: Element> {
+    pub scale: E::Sum,
+    pub weight: E::Sum,
+    pub payload: &'a [E::Bytes],
+    pub sums: &'a mut [E::Sum],
+}
+
+impl<E: Element> Kernel for ScaleAdd<'_, E> {
+    #[inline(always)]
+    fn run(self) {
+        for (sum, &x) in self.sums.iter_mut().zip(self.payload) {
+            *sum = self.scale * *sum + self.weight * E::widen(x);
+        }
+    }
+}
+
 /// `out = round(sums / denominator)`
 pub(super) struct Finish<'a, E: Element> {
     pub denominator: E::Sum,

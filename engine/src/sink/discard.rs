@@ -3,6 +3,7 @@
 use super::Sink;
 use crate::error::SinkError;
 use crate::manifest::Chunk;
+use crate::region::Region;
 
 /// Keeps nothing.
 pub struct DiscardSink {
@@ -11,7 +12,12 @@ pub struct DiscardSink {
 }
 
 impl Sink for DiscardSink {
-    fn accept(&mut self, _peer: usize, _chunk: &Chunk, _bytes: &[u8]) -> Result<(), SinkError> {
+    fn accept(
+        &mut self,
+        _peer: usize,
+        _chunk: &Chunk,
+        _buffer: &mut Region,
+    ) -> Result<(), SinkError> {
         Ok(())
     }
 

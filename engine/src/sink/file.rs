@@ -17,6 +17,7 @@ use super::Sink;
 use crate::error::SinkError;
 use crate::manifest::{Chunk, Manifest};
 use crate::receiver::{Landing, Lands};
+use crate::region::Region;
 
 /// A model on its way to disk. Dropped without [`ModelFile::finish`], it leaves nothing behind.
 #[derive(Debug)]
@@ -268,7 +269,13 @@ impl Sink for FileSink<'_> {
         Ok(&self.landed)
     }
 
-    fn accept(&mut self, _peer: usize, chunk: &Chunk, bytes: &[u8]) -> Result<(), SinkError> {
+    fn accept(
+        &mut self,
+        _peer: usize,
+        chunk: &Chunk,
+        buffer: &mut Region,
+    ) -> Result<(), SinkError> {
+        let bytes = &buffer.bytes()[..chunk.length()];
         self.file.write_at(chunk.bytes.start, bytes)
     }
 }

@@ -5,13 +5,12 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-use zerocopy::IntoBytes;
-
 use super::Sink;
 use crate::error::{ReducerError, SinkError};
 use crate::limits;
-use crate::manifest::{Chunk, ChunkTable};
+use crate::manifest::{Chunk, ChunkTable, Dtype};
 use crate::reducer::{self, AccumulatorLayout, Weight, Weights, store_past_cache};
+use crate::region::Region;
 use crate::wire::checksum::ChunkSum;
 
 /// Bytes of payload that are completed at once: with their sums and their mean they stay in the L1
@@ -38,25 +37,36 @@ pub struct MeanSink<'a> {
     /// Longest unused first.
     tiles: VecDeque<Tile>,
     /// Memory of tiles whose chunks are complete.
-    spare: Vec<Vec<f64>>,
+    spare: Vec<Region>,
     kept: &'a TileMemory,
 }
 
 /// Warm memory for the tiles of one lane, kept for the next round.
 #[derive(Default)]
-pub struct TileMemory(Mutex<Vec<Vec<f64>>>);
+pub struct TileMemory(Mutex<Vec<Region>>);
 
-/// The sums of one chunk, aligned for every type of sum.
+/// The sums of one chunk.
 struct Tile {
     /// Number of the chunk, and the place of its sums in the lane's accumulator.
     chunk: usize,
     place: Range<usize>,
-    sums: Vec<f64>,
+    /// Page-aligned, and so aligned for every type of sum.
+    memory: Region,
+    /// While the memory holds the first client's payload instead: that client's weight.
+    held: Option<(Dtype, Weight)>,
 }
 
 impl Tile {
     fn bytes(&mut self) -> &mut [u8] {
-        &mut self.sums.as_mut_bytes()[..self.place.len()]
+        &mut self.memory.bytes_mut().0[..self.place.len()]
+    }
+
+    /// Turns a held payload into sums.
+    fn settle(&mut self) -> Result<(), ReducerError> {
+        match self.held.take() {
+            Some((dtype, weight)) => reducer::settle(dtype, weight, self.bytes()),
+            None => Ok(()),
+        }
     }
 }
 
@@ -101,33 +111,91 @@ impl<'a> MeanSink<'a> {
         })
     }
 
+    /// Folds in the next client's chunk.
+    pub fn add(&mut self, peer: usize, chunk: &Chunk, payload: &[u8]) -> Result<(), SinkError> {
+        let weight = self.weights.get(peer).ok_or(ReducerError::NoWeight)?;
+        let arrived = &mut self.arrived[chunk.index - self.first_chunk];
+        *arrived += 1;
+        let (first, last) = (*arrived == 1, *arrived == self.weights.clients());
+        let mut tile = self.take_tile(chunk, first)?;
+        if last {
+            self.complete(chunk, first, weight, payload, &mut tile)?;
+            self.spare.push(tile.memory);
+            return Ok(());
+        }
+        match tile.held {
+            Some((dtype, held)) if weight.is_positive() => {
+                reducer::accumulate_held(dtype, held, weight, payload, tile.bytes())?;
+                tile.held = None;
+            }
+            _ => {
+                tile.settle()?;
+                reducer::accumulate(chunk.dtype, first, weight, payload, tile.bytes())?;
+            }
+        }
+        self.tiles.push_back(tile);
+        Ok(())
+    }
+
+    /// Keeps the first client's payload itself for its sums, until the second client's comes: one
+    /// pass over the chunk less. Says whether that was possible.
+    fn hold(&mut self, peer: usize, chunk: &Chunk, buffer: &mut Region) -> Result<bool, SinkError> {
+        let weight = self.weights.get(peer).ok_or(ReducerError::NoWeight)?;
+        let arrived = self.arrived[chunk.index - self.first_chunk];
+        let (first, last) = (arrived == 0, arrived + 1 == self.weights.clients());
+        if !first || last || !weight.is_positive() || !reducer::is_own_sum(chunk.dtype) {
+            return Ok(false);
+        }
+        let mut memory = self.memory(buffer.bytes().len())?;
+        std::mem::swap(&mut memory, buffer);
+        self.arrived[chunk.index - self.first_chunk] = 1;
+        let held = Some((chunk.dtype, weight));
+        let place = self.place(chunk)?;
+        self.tiles.push_back(Tile { chunk: chunk.index, place, memory, held });
+        Ok(true)
+    }
+
     /// The tile of a chunk, filled with the sums so far unless it is the chunk's first.
     fn take_tile(&mut self, chunk: &Chunk, first: bool) -> Result<Tile, SinkError> {
         if let Some(index) = self.tiles.iter().position(|tile| tile.chunk == chunk.index) {
             return Ok(self.tiles.remove(index).expect("found above"));
         }
-        let range = self.layout.range(chunk.bytes.clone(), chunk.dtype)?;
-        let start = (range.start - self.accumulator_start) as usize;
-        let place = start..start + (range.end - range.start) as usize;
-        let mut sums = match self.spare.pop() {
-            Some(sums) => sums,
-            None if self.tiles.len() < limits::MEAN_TILES => Vec::new(),
-            None => self.put_away(),
-        };
-        sums.resize(place.len().div_ceil(size_of::<f64>()), 0.0);
-        let mut tile = Tile { chunk: chunk.index, place: place.clone(), sums };
+        let place = self.place(chunk)?;
+        let memory = self.memory(place.len())?;
+        let mut tile = Tile { chunk: chunk.index, place: place.clone(), memory, held: None };
         if !first {
             tile.bytes().copy_from_slice(&self.accumulator[place]);
         }
         Ok(tile)
     }
 
+    /// Where the lane's accumulator has room for the sums of a chunk.
+    fn place(&self, chunk: &Chunk) -> Result<Range<usize>, SinkError> {
+        let range = self.layout.range(chunk.bytes.clone(), chunk.dtype)?;
+        let start = (range.start - self.accumulator_start) as usize;
+        Ok(start..start + (range.end - range.start) as usize)
+    }
+
+    /// Memory for one more tile of at least that size.
+    fn memory(&mut self, bytes: usize) -> Result<Region, SinkError> {
+        if self.tiles.len() >= limits::MEAN_TILES {
+            self.put_away()?;
+        }
+        let fitting = self.spare.iter().rposition(|region| region.bytes().len() >= bytes);
+        match fitting {
+            Some(index) => Ok(self.spare.swap_remove(index)),
+            None => Ok(Region::new(bytes as u64)?),
+        }
+    }
+
     /// Moves the sums of the tile that was longest unused to their place in the accumulator.
-    fn put_away(&mut self) -> Vec<f64> {
-        let Some(mut tile) = self.tiles.pop_front() else { return Vec::new() };
+    fn put_away(&mut self) -> Result<(), SinkError> {
+        let Some(mut tile) = self.tiles.pop_front() else { return Ok(()) };
+        tile.settle()?;
         let place = tile.place.clone();
         store_past_cache(&mut self.accumulator[place], tile.bytes());
-        tile.sums
+        self.spare.push(tile.memory);
+        Ok(())
     }
 
     /// Folds in the last client's chunk and writes the mean, block by block, so that its checksum
@@ -140,6 +208,7 @@ impl<'a> MeanSink<'a> {
         payload: &[u8],
         tile: &mut Tile,
     ) -> Result<(), SinkError> {
+        tile.settle()?;
         let start = (chunk.bytes.start - self.model_start) as usize;
         let mean = match &mut self.model {
             Some(model) => &mut model[start..start + payload.len()],
@@ -163,26 +232,17 @@ impl<'a> MeanSink<'a> {
 
 impl Drop for MeanSink<'_> {
     fn drop(&mut self) {
-        let tiles = self.tiles.drain(..).map(|tile| tile.sums);
+        let tiles = self.tiles.drain(..).map(|tile| tile.memory);
         let mut kept = self.kept.0.lock().unwrap_or_else(PoisonError::into_inner);
         kept.extend(self.spare.drain(..).chain(tiles));
     }
 }
 
 impl Sink for MeanSink<'_> {
-    fn accept(&mut self, peer: usize, chunk: &Chunk, bytes: &[u8]) -> Result<(), SinkError> {
-        let weight = self.weights.get(peer).ok_or(ReducerError::NoWeight)?;
-        let arrived = &mut self.arrived[chunk.index - self.first_chunk];
-        *arrived += 1;
-        let (first, last) = (*arrived == 1, *arrived == self.weights.clients());
-        let mut tile = self.take_tile(chunk, first)?;
-        if last {
-            self.complete(chunk, first, weight, bytes, &mut tile)?;
-            self.spare.push(tile.sums);
-        } else {
-            reducer::accumulate(chunk.dtype, first, weight, bytes, tile.bytes())?;
-            self.tiles.push_back(tile);
+    fn accept(&mut self, peer: usize, chunk: &Chunk, buffer: &mut Region) -> Result<(), SinkError> {
+        match self.hold(peer, chunk, buffer)? {
+            true => Ok(()),
+            false => self.add(peer, chunk, &buffer.bytes()[..chunk.length()]),
         }
-        Ok(())
     }
 }

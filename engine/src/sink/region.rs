@@ -6,6 +6,7 @@ use super::Sink;
 use crate::error::SinkError;
 use crate::manifest::Chunk;
 use crate::receiver::{Landing, Lands};
+use crate::region::Region;
 
 /// One lane's part of a region for each peer.
 pub struct RegionSink<'a> {
@@ -52,7 +53,8 @@ impl Sink for RegionSink<'_> {
         Ok(&part.bytes[start..start + chunk.length()])
     }
 
-    fn accept(&mut self, peer: usize, chunk: &Chunk, bytes: &[u8]) -> Result<(), SinkError> {
+    fn accept(&mut self, peer: usize, chunk: &Chunk, buffer: &mut Region) -> Result<(), SinkError> {
+        let bytes = &buffer.bytes()[..chunk.length()];
         let part = &mut self.parts[peer];
         let start = (chunk.bytes.start - part.start) as usize;
         part.bytes[start..start + chunk.length()].copy_from_slice(bytes);
