@@ -178,7 +178,7 @@ fn print_tables(reports: &[Report]) {
     anstream::println!("{phases}\n\n{memory}\n");
     if let Some(verified) = reports.iter().find_map(|report| report.event("verified")) {
         anstream::println!(
-            "verified: all {} elements are the weighted mean (largest error {:.2} of the tolerance), and every client received the same digest",
+            "verified: all {} elements are the weighted mean (largest error {:.2} of what rounding allows), and every client received the same digest",
             verified["elements"],
             verified["largest_error_of_tolerance"].as_f64().unwrap_or(f64::NAN)
         );

@@ -121,7 +121,7 @@ impl Serve {
                 json!({ "verified": true, "elements": checked.elements,
                     "largest_error_of_tolerance": checked.largest_error }),
                 &format!(
-                    "verified: {} elements, largest error {:.2} of the tolerance",
+                    "verified: {} elements, largest error {:.2} of what rounding allows",
                     checked.elements, checked.largest_error
                 ),
             );
