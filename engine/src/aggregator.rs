@@ -173,13 +173,16 @@ fn check(config: &AggregatorConfig) -> Result<(), AggregatorError> {
 /// would wait before a door that cannot open.
 fn allow_connections(config: &AggregatorConfig) -> Result<(), AggregatorError> {
     let (clients, streams) = (config.clients as u64, config.streams as u64);
-    let count = |each: u64| limits::OWN_DESCRIPTORS + clients * each;
-    // A control channel is held by its reader and its writer. Each data channel may hold a chunk
-    // buffer too; of a small model there is only one.
-    let (wanted, least) = (count(2 + 2 * streams), count(3));
+    let sending = config.send_path.map_or_else(SendKind::most_descriptors, SendKind::descriptors);
+    let path = sending.max(config.receive_path.descriptors());
+    // A control channel is held by its reader and its writer, a data channel by its socket, its
+    // chunk buffer and its path; a lane has its signal, its poller and its tiles.
+    let each_client = 2 + streams * (2 + path);
+    let each_lane = 2 + limits::MEAN_TILES as u64 + 1;
+    let wanted = limits::OWN_DESCRIPTORS + streams * each_lane + clients * each_client;
     let limit = process::allow_open_files(wanted);
-    match limit < least {
-        true => Err(AggregatorError::OpenFiles { clients: config.clients, wanted: least, limit }),
+    match limit < wanted {
+        true => Err(AggregatorError::OpenFiles { clients: config.clients, wanted, limit }),
         false => Ok(()),
     }
 }
@@ -354,7 +357,12 @@ fn note(
             Ok(None)
         }
         ClientMessage::Uploading { round } => {
-            if round != shared.round.load(Ordering::SeqCst) || round == 0 {
+            let current = shared.round.load(Ordering::SeqCst);
+            // The lanes may have all bytes of a round before this thread reads that they come.
+            if (1..current).contains(&round) {
+                return Ok(None);
+            }
+            if round != current || round == 0 {
                 return Err(ProtocolError::Unexpected { what: "an upload" });
             }
             shared.began.store(true, Ordering::Release);

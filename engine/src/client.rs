@@ -216,7 +216,7 @@ impl Client {
         Progress(self.shared.clone())
     }
 
-    /// Most bytes of a chunk, as the aggregator planned it: for sources made for this session.
+    /// How the model is cut into chunks in this session, for sources that are made for it.
     pub fn chunks(&self) -> &ChunkTable {
         &self.chunks
     }
@@ -386,6 +386,7 @@ impl Client {
     {
         let mut running = lanes.len();
         let (mut early, mut failure) = (VecDeque::new(), None::<ClientError>);
+        let mut cancelled = false;
         std::thread::scope(|scope| {
             for lane in lanes {
                 let sender = self.sender.clone();
@@ -397,6 +398,7 @@ impl Client {
             while running > 0 {
                 let Ok(event) = self.events.recv() else { break };
                 running -= usize::from(matches!(event, Event::Lane(_)));
+                cancelled |= matches!(event, Event::Lane(Err(LaneError::Cancelled)));
                 if let Err(error) = self.hear(event, &mut early) {
                     self.signals.iter().for_each(|signal| signal.cancel());
                     let ended = matches!(error, ClientError::Ended { .. });
@@ -406,7 +408,12 @@ impl Client {
                 }
             }
         });
-        failure.map_or(Ok(early), |error| Err(self.explain(error)))
+        match failure {
+            Some(error) => Err(self.explain(error)),
+            // Only a client that has failed before has lanes that end at once.
+            None if cancelled => Err(LaneError::Cancelled.into()),
+            None => Ok(early),
+        }
     }
 
     fn hear(
@@ -497,6 +504,10 @@ impl Client {
 
     fn lane_error(&self, error: LaneError) -> ClientError {
         match error {
+            // Our own memory, model and disk are not the aggregator's fault.
+            LaneError::Peer { error: TransferError::Region(error), .. } => error.into(),
+            LaneError::Peer { error: TransferError::Source(error), .. } => error.into(),
+            LaneError::Peer { error: TransferError::Sink(error), .. } => error.into(),
             LaneError::Peer { error, .. } => self.transfer_error(error),
             error => ClientError::Lane(error),
         }

@@ -2,7 +2,7 @@
 //! accepting have in common.
 
 use std::io::{self, Read, Write};
-use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,34 +18,46 @@ use zerocopy::{FromBytes, IntoBytes};
 use crate::error::{ControlError, TransferError};
 use crate::limits;
 use crate::wire::frame;
-use crate::wire::hello::Preamble;
 use crate::wire::message::WireSum;
 
 /// The sending half of a control channel, for any thread.
-pub struct Writer(Mutex<TcpStream>);
+pub struct Writer {
+    socket: TcpStream,
+    /// Held while a message is being written.
+    turn: Mutex<()>,
+}
 
 impl Writer {
     /// Takes the socket's sending half; a peer that does not read for `deadline` is an error.
     pub fn new(socket: &TcpStream, deadline: Duration) -> io::Result<Writer> {
         let socket = socket.try_clone()?;
         socket.set_write_timeout(Some(deadline))?;
-        Ok(Writer(Mutex::new(socket)))
+        Ok(Writer { socket, turn: Mutex::new(()) })
     }
 
     /// Sends one message.
     pub fn send<T: Serialize>(&self, message: &T) -> Result<(), ControlError> {
         let frame = frame::encode(message)?;
-        let mut socket = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(socket.write_all(&frame)?)
+        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        self.write(&frame)
     }
 
     /// Sends one message, unless another thread is sending one just now.
     fn send_if_idle<T: Serialize>(&self, message: &T) -> Result<(), ControlError> {
         let frame = frame::encode(message)?;
-        match self.0.try_lock() {
-            Ok(mut socket) => Ok(socket.write_all(&frame)?),
+        match self.turn.try_lock() {
+            Ok(_turn) => self.write(&frame),
             Err(_) => Ok(()),
         }
+    }
+
+    /// Nothing can follow half a message, so a failure ends the channel.
+    fn write(&self, frame: &[u8]) -> Result<(), ControlError> {
+        let written = (&self.socket).write_all(frame);
+        if written.is_err() {
+            self.shut_down();
+        }
+        Ok(written?)
     }
 
     /// Sends checksums, in messages made by `wrap`.
@@ -63,7 +75,7 @@ impl Writer {
     /// Ends the channel in both directions; whoever reads it stops.
     pub fn shut_down(&self) {
         // Fails only on a socket that the peer has ended already.
-        let _ = self.0.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both);
+        let _ = self.socket.shutdown(Shutdown::Both);
     }
 }
 
@@ -98,11 +110,6 @@ pub fn read_fixed<T: FromBytes + IntoBytes>(socket: &mut TcpStream) -> Result<T,
     let mut value = T::new_zeroed();
     read_exact(socket, value.as_mut_bytes())?;
     Ok(value)
-}
-
-/// Reads the peer's preamble; what does not start like one is an error that shows its beginning.
-pub fn read_preamble(socket: &mut TcpStream) -> Result<Preamble, ControlError> {
-    read_fixed(socket)
 }
 
 fn read_exact(socket: &mut TcpStream, out: &mut [u8]) -> Result<(), ControlError> {
@@ -263,14 +270,4 @@ fn is_plain(c: char) -> bool {
     let turns =
         matches!(c, '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     !c.is_control() && !turns
-}
-
-/// Where a client should dial to reach what listens on `address`.
-pub fn dialable(address: SocketAddr) -> SocketAddr {
-    let ip = match address.ip() {
-        IpAddr::V4(ip) if ip.is_unspecified() => IpAddr::V4(std::net::Ipv4Addr::LOCALHOST),
-        IpAddr::V6(ip) if ip.is_unspecified() => IpAddr::V6(std::net::Ipv6Addr::LOCALHOST),
-        ip => ip,
-    };
-    SocketAddr::new(ip, address.port())
 }

@@ -25,6 +25,7 @@ struct SendEntry {
     name: &'static str,
     summary: &'static str,
     needs: Needs,
+    descriptors: u64,
     open: fn() -> io::Result<Box<dyn SendPath>>,
 }
 
@@ -34,18 +35,21 @@ static SEND: [SendEntry; 3] = [
         name: "vmsplice",
         summary: "page references from memory through a pipe, no copy",
         needs: Needs::StableBytes,
+        descriptors: 2,
         open: || Ok(Box::new(Vmsplice::new()?)),
     },
     SendEntry {
         name: "sendfile",
         summary: "page references from a region or file, no copy",
         needs: Needs::File,
+        descriptors: 0,
         open: || Ok(Box::new(Sendfile)),
     },
     SendEntry {
         name: "write",
         summary: "send(), the kernel copies",
         needs: Needs::Bytes,
+        descriptors: 0,
         open: || Ok(Box::new(Write)),
     },
 ];
@@ -58,6 +62,7 @@ struct ReceiveEntry {
     name: &'static str,
     summary: &'static str,
     lands: Lands,
+    descriptors: u64,
     open: fn() -> io::Result<Box<dyn ReceivePath>>,
 }
 
@@ -67,18 +72,21 @@ static RECEIVE: [ReceiveEntry; 3] = [
         name: "read",
         summary: "recv() into a chunk buffer that stays in the cache",
         lands: Lands::Memory,
+        descriptors: 0,
         open: || Ok(Box::new(Read)),
     },
     ReceiveEntry {
         name: "splice",
         summary: "socket to pipe to region or file; the second step copies",
         lands: Lands::File,
+        descriptors: 2,
         open: || Ok(Box::new(Splice::new()?)),
     },
     ReceiveEntry {
         name: "splice-null",
         summary: "socket to pipe to /dev/null: drops the bytes, benchmarks only",
         lands: Lands::Nowhere,
+        descriptors: 3,
         open: || Ok(Box::new(SpliceNull::new()?)),
     },
 ];
@@ -102,6 +110,16 @@ impl SendKind {
     /// What it needs of a source.
     pub fn needs(self) -> Needs {
         self.0.needs
+    }
+
+    /// Open files that it holds for each stream.
+    pub fn descriptors(self) -> u64 {
+        self.0.descriptors
+    }
+
+    /// The most that any send path holds.
+    pub fn most_descriptors() -> u64 {
+        SendKind::all().map(SendKind::descriptors).max().unwrap_or(0)
     }
 
     /// Opens it for one stream.
@@ -170,6 +188,11 @@ impl ReceiveKind {
     /// Where it puts the bytes.
     pub fn lands(self) -> Lands {
         self.0.lands
+    }
+
+    /// Open files that it holds for each stream.
+    pub fn descriptors(self) -> u64 {
+        self.0.descriptors
     }
 
     /// Opens it for one stream.

@@ -235,11 +235,7 @@ pub fn accumulate_held(
     payload: &[u8],
     acc: &mut [u8],
 ) -> Result<(), ReducerError> {
-    match dtype {
-        Dtype::F32 => fold_held::<f32>(dtype, held, Some((weight, payload)), acc),
-        Dtype::F64 => fold_held::<f64>(dtype, held, Some((weight, payload)), acc),
-        _ => Err(ReducerError::NotAveraged { tensor: "of this chunk".to_owned(), dtype }),
-    }
+    accumulate_held_at(Level::best(), dtype, held, Some((weight, payload)), acc)
 }
 
 /// Turns a held payload, whose weight is `held`, into its sums.
@@ -247,9 +243,23 @@ pub fn accumulate_held(
 /// # Errors
 /// As [`accumulate_held`].
 pub fn settle(dtype: Dtype, held: Weight, acc: &mut [u8]) -> Result<(), ReducerError> {
+    accumulate_held_at(Level::best(), dtype, held, None, acc)
+}
+
+/// [`accumulate_held`], or without a second chunk [`settle`], at a chosen level.
+///
+/// # Errors
+/// As [`accumulate_held`].
+pub fn accumulate_held_at(
+    level: Level,
+    dtype: Dtype,
+    held: Weight,
+    second: Option<(Weight, &[u8])>,
+    acc: &mut [u8],
+) -> Result<(), ReducerError> {
     match dtype {
-        Dtype::F32 => fold_held::<f32>(dtype, held, None, acc),
-        Dtype::F64 => fold_held::<f64>(dtype, held, None, acc),
+        Dtype::F32 => fold_held::<f32>(level, dtype, held, second, acc),
+        Dtype::F64 => fold_held::<f64>(level, dtype, held, second, acc),
         _ => Err(ReducerError::NotAveraged { tensor: "of this chunk".to_owned(), dtype }),
     }
 }
@@ -378,6 +388,7 @@ fn fold<E: Element<Sum: Sum, Bytes: FromBytes + Immutable>>(
 }
 
 fn fold_held<E: Element<Sum: Sum, Bytes: FromBytes + Immutable>>(
+    level: Level,
     dtype: Dtype,
     held: Weight,
     second: Option<(Weight, &[u8])>,
@@ -387,14 +398,14 @@ fn fold_held<E: Element<Sum: Sum, Bytes: FromBytes + Immutable>>(
     let Some((weight, payload)) = second else {
         let sums =
             <[E::Sum]>::mut_from_bytes(acc).map_err(|_| ReducerError::Misaligned { dtype })?;
-        Level::best().run(Scale::<E> { scale, sums });
+        level.run(Scale::<E> { scale, sums });
         return Ok(());
     };
     let payload = <[E::Bytes]>::ref_from_bytes(payload)
         .map_err(|_| ReducerError::PartialElement { dtype, bytes: payload.len() })?;
     check_accumulator::<E>(dtype, payload.len(), acc)?;
     let sums = <[E::Sum]>::mut_from_bytes(acc).map_err(|_| ReducerError::Misaligned { dtype })?;
-    Level::best().run(ScaleAdd::<E> { scale, weight: E::Sum::pick(weight), payload, sums });
+    level.run(ScaleAdd::<E> { scale, weight: E::Sum::pick(weight), payload, sums });
     Ok(())
 }
 

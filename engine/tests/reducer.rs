@@ -5,8 +5,8 @@ use std::ops::Range;
 use dashu_ratio::RBig;
 use fedlane::error::ReducerError;
 use fedlane::reducer::{
-    AccumulatorLayout, AccumulatorType, Level, Weights, accumulate, accumulate_at, accumulator,
-    finish, finish_at,
+    AccumulatorLayout, AccumulatorType, Level, Weights, accumulate, accumulate_at,
+    accumulate_held_at, accumulator, complete_at, finish, finish_at, is_own_sum,
 };
 use half::bf16;
 use proptest::prelude::*;
@@ -69,6 +69,43 @@ fn mean(
     let mut out = vec![0; skew + tensors[0].len()];
     finish_at(level, dtype, &weights, sums.get(), &mut out[skew..]).unwrap();
     [out.split_off(skew), sums.get().to_vec()]
+}
+
+/// The mean as a lane makes it: the first payload stands for its sums where it can, and the last one
+/// is folded in, divided and written in one pass.
+fn mean_in_fewer_passes(
+    level: Level,
+    dtype: Dtype,
+    weights: &[f64],
+    tensors: &[Vec<u8>],
+) -> Vec<u8> {
+    let weights = Weights::new(weights).unwrap();
+    let weight = |client: usize| weights.get(client).unwrap();
+    let mut sums = Sums::new(dtype, tensors[0].len() / element_bytes(dtype));
+    let mut out = vec![0; tensors[0].len()];
+    let (last, others) = tensors.split_last().unwrap();
+    let mut held = None;
+    for (client, tensor) in others.iter().enumerate() {
+        if client == 0 && is_own_sum(dtype) && weight(0).is_positive() {
+            sums.get().copy_from_slice(tensor);
+            held = Some(weight(0));
+        } else if let (Some(first), true) = (held, weight(client).is_positive()) {
+            let second = Some((weight(client), tensor.as_slice()));
+            accumulate_held_at(level, dtype, first, second, sums.get()).unwrap();
+            held = None;
+        } else {
+            if let Some(first) = held.take() {
+                accumulate_held_at(level, dtype, first, None, sums.get()).unwrap();
+            }
+            accumulate_at(level, dtype, client == 0, weight(client), tensor, sums.get()).unwrap();
+        }
+    }
+    if let Some(first) = held {
+        accumulate_held_at(level, dtype, first, None, sums.get()).unwrap();
+    }
+    let (first, weight) = (others.is_empty(), weight(others.len()));
+    complete_at(level, dtype, first, weight, &weights, last, sums.get(), &mut out).unwrap();
+    out
 }
 
 fn f32_mean(weights: &[f64], values: &[f32]) -> f32 {
@@ -140,6 +177,8 @@ proptest! {
             let [other_out, other_sums] = mean(level, dtype, &weights, &tensors, skew);
             prop_assert_eq!(&out, &other_out, "{:?} {:?}", dtype, level);
             prop_assert_eq!(without_payloads(dtype, &sums), without_payloads(dtype, &other_sums));
+            let fewer = mean_in_fewer_passes(level, dtype, &weights, &tensors);
+            prop_assert_eq!(&out, &fewer, "{:?} {:?} in fewer passes", dtype, level);
         }
     }
 

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -42,7 +42,7 @@ impl Hall {
 /// The listening side of an aggregator.
 pub(super) struct Door {
     hall: Arc<Hall>,
-    address: SocketAddr,
+    listener: Arc<TcpListener>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -53,7 +53,6 @@ impl Door {
         events: Sender<Event>,
         congestion: Congestion,
     ) -> io::Result<Door> {
-        let address = listener.local_addr()?;
         let hall = Arc::new(Hall {
             tickets: Mutex::new(None),
             events,
@@ -61,11 +60,12 @@ impl Door {
             visitors: Mutex::default(),
             closed: AtomicBool::new(false),
         });
-        let inside = hall.clone();
+        let listener = Arc::new(listener);
+        let (inside, accepting) = (hall.clone(), listener.clone());
         let thread = std::thread::Builder::new()
             .name("door".into())
-            .spawn(move || accept_all(&listener, &inside))?;
-        Ok(Door { hall, address, thread: Some(thread) })
+            .spawn(move || accept_all(&accepting, &inside))?;
+        Ok(Door { hall, listener, thread: Some(thread) })
     }
 
     /// From now on data channels with these tickets are let in.
@@ -77,9 +77,9 @@ impl Door {
 impl Drop for Door {
     fn drop(&mut self) {
         self.hall.closed.store(true, Ordering::SeqCst);
-        // accept() has no other way to be told than one more connection.
-        let woken = TcpStream::connect_timeout(&control::dialable(self.address), limits::HANDSHAKE);
-        if let (Ok(_), Some(thread)) = (woken, self.thread.take()) {
+        // On Linux this ends accept().
+        let _ = rustix::net::shutdown(&*self.listener, rustix::net::Shutdown::Both);
+        if let Some(thread) = self.thread.take() {
             // The thread cannot panic, and there is nobody to tell.
             let _ = thread.join();
         }

@@ -277,7 +277,9 @@ impl Gathering {
     }
 
     fn await_streams(&mut self, streams: usize) -> Result<(), AggregatorError> {
-        let patience = Instant::now() + self.aggregator.config.deadline;
+        let deadline = self.aggregator.config.deadline;
+        // Each connection that comes is progress.
+        let mut patience = Instant::now() + deadline;
         let mut places: Vec<Vec<Option<TcpStream>>> =
             self.peers.iter().map(|_| (0..streams).map(|_| None).collect()).collect();
         let mut missing = self.peers.len() * streams;
@@ -287,6 +289,7 @@ impl Gathering {
                 Ok(Event::Stream { client, stream, socket }) => {
                     places[client as usize][stream as usize] = Some(socket);
                     missing -= 1;
+                    patience = Instant::now() + deadline;
                 }
                 Ok(event) => self.hear(event)?,
                 Err(_) => return Err(self.streams_missing(&places)),

@@ -39,6 +39,9 @@ impl Session {
     }
 
     fn load(&mut self, source: &dyn Source) -> Result<(), AggregatorError> {
+        if let Some(difference) = self.manifest.first_difference(source.manifest()) {
+            return Err(AggregatorError::Initial { difference });
+        }
         let mut region = self.pool.take(self.manifest.data_bytes())?;
         for chunk in (0..self.chunks.len()).map(|index| self.chunks.get(index)) {
             let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
@@ -349,6 +352,7 @@ impl Watch<'_> {
     {
         let mut running = lanes.len();
         let mut failure: Option<AggregatorError> = None;
+        let mut cancelled = false;
         std::thread::scope(|scope| {
             for lane in lanes {
                 let sender = self.sender.clone();
@@ -360,6 +364,7 @@ impl Watch<'_> {
             while running > 0 {
                 let Ok(event) = self.events.recv() else { break };
                 running -= usize::from(matches!(event, Event::Lane { .. }));
+                cancelled |= matches!(event, Event::Lane { result: Err(LaneError::Cancelled) });
                 if let Err(error) = self.hear(event) {
                     self.signals.iter().for_each(|signal| signal.cancel());
                     failure = Some(match failure.take() {
@@ -369,7 +374,12 @@ impl Watch<'_> {
                 }
             }
         });
-        failure.map_or(Ok(()), Err)
+        match failure {
+            Some(error) => Err(error),
+            // Only a session that has failed before has lanes that end at once.
+            None if cancelled => Err(LaneError::Cancelled.into()),
+            None => Ok(()),
+        }
     }
 
     /// Waits until every client has saved the model, as long as that may take on a slow disk.
@@ -398,7 +408,12 @@ impl Watch<'_> {
         let (token, fault) = match event {
             Event::Lane { result: Ok(()) | Err(LaneError::Cancelled) } => return Ok(()),
             Event::Lane { result: Err(LaneError::Peer { peer, error }) } => {
-                return Err(self.peers[peer].fault(error));
+                return Err(match error {
+                    // Our memory and our disk are no client's fault.
+                    TransferError::Region(error) => error.into(),
+                    TransferError::Sink(error) => error.into(),
+                    error => self.peers[peer].fault(error),
+                });
             }
             Event::Lane { result: Err(error) } => return Err(error.into()),
             Event::Joined { socket, address, .. } => {

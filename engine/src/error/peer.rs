@@ -91,7 +91,7 @@ pub enum ControlError {
     #[error("the connection was closed by the other side")]
     Closed,
     /// No sign of life for the length of the deadline.
-    #[error("no sign of life within the deadline")]
+    #[error("no sign of life within the deadline; if it only was slow, raise --deadline-ms")]
     Silent,
     /// The socket failed.
     #[error("the connection failed: {0}")]
@@ -137,7 +137,9 @@ pub enum TransferError {
     #[error("more bytes than were agreed came on a data connection")]
     TooMuch,
     /// No byte moved for the length of the deadline.
-    #[error("no byte moved for {seconds:.1} s, which is longer than the deadline")]
+    #[error(
+        "no byte moved for {seconds:.1} s, which is longer than the deadline; if the link is that slow, raise --deadline-ms"
+    )]
     Stalled {
         /// How long.
         seconds: f64,
@@ -316,6 +318,12 @@ pub enum AggregatorError {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// The initial model is not the session's.
+    #[error("the initial model differs from the session's: {difference}")]
+    Initial {
+        /// The first tensor that differs, and how.
+        difference: String,
+    },
     /// A client ended the session.
     #[error("{client}: {error}")]
     Client {
@@ -418,6 +426,15 @@ pub enum ClientError {
     /// The send path asked for.
     #[error(transparent)]
     Path(#[from] PathError),
+    /// The update could not be read.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// The model could not be kept.
+    #[error(transparent)]
+    Sink(#[from] SinkError),
+    /// Memory.
+    #[error(transparent)]
+    Region(#[from] RegionError),
     /// A lane, for a reason that is not the aggregator's.
     #[error(transparent)]
     Lane(#[from] LaneError),

@@ -184,6 +184,10 @@ impl Lane<'_> {
         }
         let bytes = first.start..end;
         let lent = self.source.lend(bytes.clone());
+        if lent.is_none() && stream.needs == Needs::StableBytes {
+            // Bytes read into a buffer would be gone before the peer has them.
+            return Err(io::Error::from(io::ErrorKind::Unsupported).into());
+        }
         let must_read = lent.is_none() && (stream.needs != Needs::File || self.announce.is_some());
         stream.scratch_bytes = 0..0;
         if must_read {

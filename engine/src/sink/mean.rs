@@ -184,7 +184,11 @@ impl<'a> MeanSink<'a> {
         let fitting = self.spare.iter().rposition(|region| region.bytes().len() >= bytes);
         match fitting {
             Some(index) => Ok(self.spare.swap_remove(index)),
-            None => Ok(Region::new(bytes as u64)?),
+            None => {
+                // What is too small now would pile up.
+                self.spare.clear();
+                Ok(Region::new(bytes as u64)?)
+            }
         }
     }
 

@@ -71,6 +71,9 @@ impl Mapping {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let parts = cores.min(self.mapped_bytes / POPULATE_BYTES).max(1);
         let part_bytes = (self.mapped_bytes / parts).next_multiple_of(HUGE_PAGE_BYTES as usize);
+        if parts == 1 {
+            return self.populate_part(0, self.mapped_bytes);
+        }
         let starts = (0..self.mapped_bytes).step_by(part_bytes);
         std::thread::scope(|scope| {
             let mut threads = Vec::new();
