@@ -366,7 +366,7 @@ fn note(
                 return Err(ProtocolError::Unexpected { what: "an upload" });
             }
             shared.began.store(true, Ordering::Release);
-            Ok(None)
+            Ok(Some(message))
         }
         other => Ok(Some(other)),
     }

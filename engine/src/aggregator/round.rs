@@ -86,6 +86,7 @@ impl Session {
             Averaging::Staged => self.stage(&mut regions)?,
             Averaging::Checksum | Averaging::Discard => self.drop_updates()?,
         }
+        self.watch().await_uploads()?;
         self.refuse_more()?;
         let bytes = self.manifest.data_bytes() * self.peers.len() as u64;
         self.phases.push(meter.stop(bytes).received_by(self.config.receive_path));
@@ -382,6 +383,16 @@ impl Watch<'_> {
         }
     }
 
+    /// Waits until every client has said that it uploads: of a model without bytes nothing else tells.
+    fn await_uploads(&mut self) -> Result<(), AggregatorError> {
+        let began = |peer: &Peer| peer.shared.began.load(Ordering::Acquire);
+        while !self.peers.iter().all(began) {
+            let Ok(event) = self.events.recv() else { break };
+            self.hear(event)?;
+        }
+        Ok(())
+    }
+
     /// Waits until every client has saved the model, as long as that may take on a slow disk.
     fn await_confirmations(&mut self, model_bytes: u64) -> Result<(), AggregatorError> {
         let saving = Duration::from_secs(model_bytes / limits::SLOWEST_DISK_BYTES_S);
@@ -437,6 +448,8 @@ impl Watch<'_> {
     fn understand(&mut self, token: usize, message: ClientMessage) -> Result<(), Fault> {
         match message {
             ClientMessage::Failed { reason } => Err(Fault::GaveUp { reason: printable(&reason) }),
+            // Whether it was due has been checked where it was read.
+            ClientMessage::Uploading { .. } => Ok(()),
             ClientMessage::Received { round, digest } => {
                 let place = self.peers.iter().position(|peer| peer.token == token);
                 match (&mut self.confirmed, place) {
