@@ -18,6 +18,8 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 /// Moves model weights between an aggregator and its clients and averages them on the way
+///
+/// The environment variable FEDLANE_LOG sets what is logged: error, warn, info (the default), debug.
 #[derive(Parser)]
 #[command(name = "fedlane", version, max_term_width = 100, arg_required_else_help = true)]
 struct Cli {

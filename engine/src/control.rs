@@ -85,9 +85,22 @@ pub fn read_message<T: DeserializeOwned>(
     socket: &mut TcpStream,
     limit: u64,
 ) -> Result<T, ControlError> {
+    let bytes = read_length(socket, limit)?;
+    read_body(socket, bytes)
+}
+
+/// Reads how many bytes the next message has, at most `limit`.
+pub fn read_length(socket: &mut TcpStream, limit: u64) -> Result<u64, ControlError> {
     let mut prefix = [0; frame::LENGTH_BYTES];
     read_exact(socket, &mut prefix)?;
-    let bytes = frame::length(prefix, limit)?;
+    Ok(frame::length(prefix, limit)?)
+}
+
+/// Reads a message of so many bytes.
+pub fn read_body<T: DeserializeOwned>(
+    socket: &mut TcpStream,
+    bytes: u64,
+) -> Result<T, ControlError> {
     // Grows with what really comes, not with what was announced.
     let mut message = Vec::new();
     socket.take(bytes).read_to_end(&mut message).map_err(silence)?;

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -31,6 +31,8 @@ struct Hall {
     congestion: Congestion,
     visitors: Mutex<Visitors>,
     closed: AtomicBool,
+    /// Bytes of first messages that are being read.
+    held_bytes: AtomicU64,
 }
 
 impl Hall {
@@ -59,6 +61,7 @@ impl Door {
             congestion,
             visitors: Mutex::default(),
             closed: AtomicBool::new(false),
+            held_bytes: AtomicU64::new(0),
         });
         let listener = Arc::new(listener);
         let (inside, accepting) = (hall.clone(), listener.clone());
@@ -171,7 +174,7 @@ fn welcome(mut socket: TcpStream, hall: &Hall) -> Result<Event, DoorError> {
     control::settle(&socket, &hall.congestion)?;
     let preamble: Preamble = control::read_fixed(&mut socket)?;
     match preamble.channel() {
-        Ok(Channel::Control) => welcome_client(socket),
+        Ok(Channel::Control) => welcome_client(socket, hall),
         Ok(Channel::Data) => welcome_stream(socket, hall),
         Err(error) => {
             // So that a peer of another version can say what it met.
@@ -181,14 +184,42 @@ fn welcome(mut socket: TcpStream, hall: &Hall) -> Result<Event, DoorError> {
     }
 }
 
-fn welcome_client(mut socket: TcpStream) -> Result<Event, DoorError> {
+fn welcome_client(mut socket: TcpStream, hall: &Hall) -> Result<Event, DoorError> {
     control::write_fixed(&mut socket, &Preamble::new(Channel::Control))?;
-    let message = control::read_message(&mut socket, limits::MAX_FRAME_BYTES)?;
+    let bytes = control::read_length(&mut socket, limits::MAX_FRAME_BYTES)?;
+    let room = Room::take(&hall.held_bytes, bytes)?;
+    let message = control::read_body(&mut socket, bytes)?;
+    drop(room);
     let ClientMessage::Join { name, examples, header } = message else {
         return Err(DoorError::NoJoin);
     };
     let address = socket.peer_addr()?;
     Ok(Event::Joined { socket, address, name, examples, header })
+}
+
+/// Memory that a visitor's first message may take.
+struct Room<'a> {
+    held_bytes: &'a AtomicU64,
+    bytes: u64,
+}
+
+impl Room<'_> {
+    fn take(held_bytes: &AtomicU64, bytes: u64) -> Result<Room<'_>, DoorError> {
+        let room = Room { held_bytes, bytes };
+        let before = held_bytes.fetch_add(bytes, Ordering::SeqCst);
+        // A usual message always has room, whatever strangers announce.
+        let is_large = bytes > limits::USUAL_FRAME_BYTES;
+        match is_large && before + bytes > limits::MAX_VISITORS_BYTES {
+            true => Err(DoorError::Crowded),
+            false => Ok(room),
+        }
+    }
+}
+
+impl Drop for Room<'_> {
+    fn drop(&mut self) {
+        self.held_bytes.fetch_sub(self.bytes, Ordering::SeqCst);
+    }
 }
 
 fn welcome_stream(mut socket: TcpStream, hall: &Hall) -> Result<Event, DoorError> {

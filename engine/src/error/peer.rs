@@ -113,6 +113,9 @@ pub enum DoorError {
     /// The socket failed.
     #[error("the connection failed: {0}")]
     Io(#[from] io::Error),
+    /// Others hold all the memory that there is for visitors.
+    #[error("too many large first messages at once; try again")]
+    Crowded,
     /// A control channel that begins with something else.
     #[error("its first message was not a request to join")]
     NoJoin,
