@@ -109,6 +109,7 @@ impl Against {
         match self {
             Against::Raw => {
                 setup.paths.send_path = "write".parse().ok();
+                setup.paths.receive_path = Default::default();
                 ("raw".into(), setup, Kind::Raw)
             }
             Against::Staged => {

@@ -152,7 +152,7 @@ fn announce(event: &Value) {
         Some("phase") if event["phase"] == "prepare" => {
             anstream::eprintln!("all clients have joined; memory is ready");
         }
-        Some("phase") => anstream::eprintln!(
+        Some("phase") if event["bytes"] != 0 => anstream::eprintln!(
             "round {} {}: {:.1} Gbit/s",
             event["round"],
             event["phase"].as_str().unwrap_or_default(),
@@ -163,9 +163,8 @@ fn announce(event: &Value) {
 }
 
 fn print_tables(reports: &[Report]) {
-    let mut phases = table(&[
-        "process", "round", "phase", "bytes", "seconds", "Gbit/s", "CPU s/GB", "user", "kernel",
-    ]);
+    let mut phases =
+        table(&["process", "round", "phase", "bytes", "seconds", "Gbit/s", "user", "kernel"]);
     for report in reports {
         for event in report.events.iter().filter(|event| event["event"] == "phase") {
             phases.add_row(phase_row(&report.name, event));
@@ -175,10 +174,10 @@ fn print_tables(reports: &[Report]) {
     for report in reports {
         memory.add_row([report.name.clone(), bytes_text(report.peak_rss_bytes())]);
     }
-    anstream::println!("{phases}\n\n{memory}\n");
+    anstream::println!("{phases}\n(user, kernel: CPU seconds per GB)\n\n{memory}\n");
     if let Some(verified) = reports.iter().find_map(|report| report.event("verified")) {
         anstream::println!(
-            "verified: all {} elements are the weighted mean (largest error {:.2} of what rounding allows), and every client received the same digest",
+            "verified: all {} elements are the weighted mean\n(largest error {:.2} of what rounding allows), and all clients got it",
             verified["elements"],
             verified["largest_error_of_tolerance"].as_f64().unwrap_or(f64::NAN)
         );
@@ -198,7 +197,6 @@ fn phase_row(process: &str, event: &Value) -> Vec<String> {
         bytes_text(bytes),
         format!("{:.3}", number("seconds")),
         format!("{:.1}", number("goodput_gbit_s")),
-        format!("{:.3}", number("cpu_s_per_gb")),
         format!("{:.3}", number("cpu_user_s_per_gb")),
         format!("{:.3}", number("cpu_kernel_s_per_gb")),
     ]);

@@ -73,6 +73,16 @@ struct Staged {
     sums: Vec<u64>,
 }
 
+impl Staged {
+    fn seal(region: Region, manifest: &Manifest, chunks: &ChunkTable) -> Staged {
+        let sums = RegionSource::seal(manifest, &region, chunks, 1).into_sums();
+        Staged { region, manifest: manifest.clone(), sums }
+    }
+}
+
+/// Bytes that are generated at once.
+const FILL_BYTES: usize = 1 << 20;
+
 impl Join {
     /// Runs the client's side of the session.
     pub fn run(self) -> anyhow::Result<()> {
@@ -82,6 +92,8 @@ impl Join {
         }
         let source = self.update.open()?;
         let manifest = source.manifest().clone();
+        // Before the others are made to wait.
+        let filled = self.stage.then(|| self.fill(source.as_ref(), output)).transpose()?;
         drop(source);
         let config = ClientConfig {
             name: self.name.clone().unwrap_or_else(default_name),
@@ -97,7 +109,7 @@ impl Join {
             &format!("joining {} as \"{}\"", self.address, config.name),
         );
         let mut client = Client::join(self.address.as_str(), config, &manifest)?;
-        let result = self.take_part(&mut client, &manifest, output);
+        let result = self.take_part(&mut client, &manifest, filled, output);
         if let Err(error) = &result {
             client.give_up(&error_text(error));
         }
@@ -108,9 +120,10 @@ impl Join {
         &self,
         client: &mut Client,
         manifest: &Manifest,
+        filled: Option<Region>,
         output: Output,
     ) -> anyhow::Result<()> {
-        let staged = self.stage.then(|| self.stage(client, output)).transpose()?;
+        let staged = filled.map(|region| Staged::seal(region, manifest, client.chunks()));
         let (mut reported, mut rounds) = (0, 0);
         loop {
             match client.next_task()? {
@@ -138,12 +151,17 @@ impl Join {
         Ok(())
     }
 
-    fn stage(&self, client: &Client, output: Output) -> anyhow::Result<Staged> {
+    /// Fills a region with the parameters, as a training framework would that leaves its update in
+    /// shared memory.
+    fn fill(&self, source: &dyn Source, output: Output) -> anyhow::Result<Region> {
         let meter = Meter::start("prepare", 0);
-        let staged = stage(self.update.open()?.as_ref(), client.chunks())?;
+        let mut region = Region::new(source.manifest().data_bytes())?;
+        for (number, bytes) in region.bytes_mut().0.chunks_mut(FILL_BYTES).enumerate() {
+            source.read((number * FILL_BYTES) as u64, bytes)?;
+        }
         let phase = meter.stop(0);
         output.event("phase", phase_fields(&phase), &phase_text(&phase));
-        Ok(staged)
+        Ok(region)
     }
 
     fn upload(
@@ -219,20 +237,6 @@ impl Join {
         }
         client.phases().len()
     }
-}
-
-/// Fills a region with the parameters and sums its chunks, as a training framework would that
-/// leaves its update in shared memory.
-fn stage(source: &dyn Source, chunks: &ChunkTable) -> anyhow::Result<Staged> {
-    let manifest = source.manifest().clone();
-    let mut region = Region::new(manifest.data_bytes())?;
-    let (bytes, _) = region.bytes_mut();
-    for chunk in (0..chunks.len()).map(|index| chunks.get(index)) {
-        let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
-        source.read(chunk.bytes.start, &mut bytes[place])?;
-    }
-    let sums = RegionSource::seal(&manifest, &region, chunks, 1).into_sums();
-    Ok(Staged { region, manifest, sums })
 }
 
 fn default_name() -> String {

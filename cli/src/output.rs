@@ -1,6 +1,6 @@
 //! Lines for programs: one JSON object a line, units in the key names.
 
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use fedlane::meter::Phase;
 use fedlane::sys::process;
 use serde_json::{Map, Value, json};
@@ -71,7 +71,10 @@ pub fn phase_fields(phase: &Phase) -> Value {
 /// A phase as a line of text.
 pub fn phase_text(phase: &Phase) -> String {
     if phase.bytes == 0 {
-        return format!("{}: {:.3} s", phase.name, phase.seconds);
+        return match phase.round {
+            0 => format!("{}: {:.3} s", phase.name, phase.seconds),
+            round => format!("round {round} {}: {:.3} s", phase.name, phase.seconds),
+        };
     }
     let (user, kernel) = phase.cpu_s_per_gb();
     format!(
@@ -95,7 +98,9 @@ pub fn bytes_text(bytes: u64) -> String {
 /// A table whose first column is text and whose others are figures.
 pub fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
-    table.load_style(presets::UTF8_BORDERS_ONLY);
+    table.load_style(presets::NOTHING);
+    // Cells wrap rather than lines where the terminal is narrow.
+    table.set_content_arrangement(ContentArrangement::Dynamic);
     table.set_header(header);
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);

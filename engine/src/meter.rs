@@ -64,8 +64,8 @@ impl Meter {
         Meter { name, round, started: Instant::now(), before: process::usage() }
     }
 
-    /// Stops it.
-    pub fn stop(self, bytes: u64) -> Phase {
+    /// What happened since it started.
+    pub fn stop(&self, bytes: u64) -> Phase {
         let seconds = self.started.elapsed().as_secs_f64();
         let after = process::usage();
         let usage = Usage {

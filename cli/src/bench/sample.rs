@@ -50,20 +50,26 @@ impl Sample {
                     number(phase, "cpu_user_s") + number(phase, "cpu_kernel_s")
                 })
             };
+            // Clients begin at once here: the wait is part of the round.
+            let wait = receiver.phases("wait").find(|phase| &phase["round"] == round);
+            let of_wait = |key: &str| wait.map_or(0.0, |phase| number(phase, key));
             let average = receiver.phases("average").find(|phase| &phase["round"] == round);
             let average_cpu = average
                 .map_or((0.0, 0.0), |p| (number(p, "cpu_user_s"), number(p, "cpu_kernel_s")));
             samples.push(Sample {
                 clients,
                 bytes: upload["bytes"].as_u64().context("a phase without bytes")?,
-                seconds: number(upload, "seconds") + average.map_or(0.0, |p| number(p, "seconds")),
+                seconds: of_wait("seconds")
+                    + number(upload, "seconds")
+                    + average.map_or(0.0, |p| number(p, "seconds")),
                 receiver_cpu_s: (
-                    number(upload, "cpu_user_s") + average_cpu.0,
-                    number(upload, "cpu_kernel_s") + average_cpu.1,
+                    of_wait("cpu_user_s") + number(upload, "cpu_user_s") + average_cpu.0,
+                    of_wait("cpu_kernel_s") + number(upload, "cpu_kernel_s") + average_cpu.1,
                 ),
                 average_cpu_s: average_cpu.0 + average_cpu.1,
                 sender_cpu_s: senders.iter().map(of_round).sum(),
-                page_faults: upload["page_faults"].as_u64().unwrap_or(0),
+                page_faults: upload["page_faults"].as_u64().unwrap_or(0)
+                    + wait.and_then(|phase| phase["page_faults"].as_u64()).unwrap_or(0),
                 peak_rss_bytes: (receiver.peak_rss_bytes(), largest),
                 send_path: senders
                     .first()

@@ -1,5 +1,6 @@
 //! One round: updates come in and are averaged, the model goes out.
 
+use std::cell::OnceCell;
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender};
@@ -14,7 +15,7 @@ use crate::lane::receive::{Incoming, Shared, receive};
 use crate::lane::send::{Outgoing, send};
 use crate::lane::start_lane;
 use crate::limits;
-use crate::meter::Meter;
+use crate::meter::{Meter, Phase};
 use crate::paths::SendKind;
 use crate::region::Region;
 use crate::signal::Signal;
@@ -74,7 +75,7 @@ impl Session {
 
     fn receive_updates(&mut self) -> Result<Option<Model>, AggregatorError> {
         let round = self.round;
-        let meter = Meter::start("upload", round);
+        let clock = UploadClock::start(round);
         let mut regions = self.take_regions()?;
         let mut sums = vec![0; if self.layout.is_some() { self.chunks.len() } else { 0 }];
         for peer in &self.peers {
@@ -82,14 +83,15 @@ impl Session {
         }
         self.tell_each(|_| AggregatorMessage::Upload { round })?;
         match self.config.averaging {
-            Averaging::Streaming => self.stream(&mut regions, &mut sums)?,
-            Averaging::Staged => self.stage(&mut regions)?,
-            Averaging::Checksum | Averaging::Discard => self.drop_updates()?,
+            Averaging::Streaming => self.stream(&mut regions, &mut sums, &clock)?,
+            Averaging::Staged => self.stage(&mut regions, &clock)?,
+            Averaging::Checksum | Averaging::Discard => self.drop_updates(&clock)?,
         }
-        self.watch().await_uploads()?;
+        self.watch(Some(&clock)).await_uploads()?;
         self.refuse_more()?;
         let bytes = self.manifest.data_bytes() * self.peers.len() as u64;
-        self.phases.push(meter.stop(bytes).received_by(self.config.receive_path));
+        let (wait, upload) = clock.stop(bytes);
+        self.phases.extend([wait, upload.received_by(self.config.receive_path)]);
         if self.config.averaging == Averaging::Staged {
             let meter = Meter::start("average", round);
             self.average(&mut regions, &mut sums)?;
@@ -102,10 +104,15 @@ impl Session {
     }
 
     /// Averages while the bytes arrive.
-    fn stream(&mut self, regions: &mut Regions, sums: &mut [u64]) -> Result<(), AggregatorError> {
+    fn stream(
+        &self,
+        regions: &mut Regions,
+        sums: &mut [u64],
+        clock: &UploadClock,
+    ) -> Result<(), AggregatorError> {
         let sinks = self.mean_sinks(regions, sums)?;
         let lanes = self.incoming_lanes(sinks)?;
-        self.watch().run(lanes)
+        self.watch(Some(clock)).run(lanes)
     }
 
     /// Between transfers every data channel is empty.
@@ -119,7 +126,7 @@ impl Session {
     }
 
     /// Receives everything, every client's update into a region of its own.
-    fn stage(&mut self, regions: &mut Regions) -> Result<(), AggregatorError> {
+    fn stage(&self, regions: &mut Regions, clock: &UploadClock) -> Result<(), AggregatorError> {
         let mut per_lane: Vec<Vec<Part<'_>>> = self.lanes.iter().map(|_| Vec::new()).collect();
         for region in &mut regions.staged {
             let (mut rest, file) = region.bytes_mut();
@@ -132,7 +139,7 @@ impl Session {
         }
         let sinks = per_lane.into_iter().map(RegionSink::new).collect();
         let lanes = self.incoming_lanes(sinks)?;
-        self.watch().run(lanes)
+        self.watch(Some(clock)).run(lanes)
     }
 
     /// Averages what was staged, one update after the other, as is usual.
@@ -153,17 +160,17 @@ impl Session {
                 Ok(())
             }
         });
-        let result = self.watch().run(lanes.collect());
+        let result = self.watch(None).run(lanes.collect());
         regions.staged = staged;
         result
     }
 
     /// Receives and drops.
-    fn drop_updates(&mut self) -> Result<(), AggregatorError> {
+    fn drop_updates(&self, clock: &UploadClock) -> Result<(), AggregatorError> {
         let checks = self.config.averaging == Averaging::Checksum;
         let sinks = self.lanes.iter().map(|_| DiscardSink { checks }).collect();
         let lanes = self.incoming_lanes(sinks)?;
-        self.watch().run(lanes)
+        self.watch(Some(clock)).run(lanes)
     }
 
     fn mean_sinks<'s>(
@@ -251,7 +258,7 @@ impl Session {
             RegionSource::new(&self.manifest, &model.region, chunk_bytes, model.sums.clone());
         let kind = SendKind::choose(self.config.send_path, &source)?;
         let lanes = self.outgoing_lanes(&source, kind)?;
-        let mut watch = self.watch();
+        let mut watch = self.watch(None);
         watch.confirmed = Some((round, digest, vec![false; self.peers.len()]));
         watch.run(lanes)?;
         watch.await_confirmations(self.manifest.data_bytes())?;
@@ -292,7 +299,7 @@ impl Session {
 
     /// When something ends the session, every client hears why.
     fn end_on_error<T>(&self, result: Result<T, AggregatorError>) -> Result<T, AggregatorError> {
-        let result = result.map_err(|error| self.watch().explain(error));
+        let result = result.map_err(|error| self.watch(None).explain(error));
         if let Err(error) = &result {
             self.give_up(&error.to_string());
         }
@@ -316,7 +323,7 @@ impl Session {
         }
     }
 
-    fn watch(&self) -> Watch<'_> {
+    fn watch<'s>(&'s self, clock: Option<&'s UploadClock>) -> Watch<'s> {
         Watch {
             config: &self.config,
             peers: &self.peers,
@@ -324,6 +331,7 @@ impl Session {
             events: &self.events,
             sender: &self.sender,
             confirmed: None,
+            clock,
         }
     }
 }
@@ -344,6 +352,33 @@ struct Watch<'a> {
     sender: &'a Sender<Event>,
     /// During a broadcast: its round and digest, and who has confirmed it.
     confirmed: Option<(u32, [u8; 32], Vec<bool>)>,
+    /// During an upload.
+    clock: Option<&'a UploadClock>,
+}
+
+/// Tells apart the time until the first client begins, which is for training, and the upload.
+struct UploadClock {
+    round: u32,
+    waiting: Meter,
+    upload: OnceCell<(Phase, Meter)>,
+}
+
+impl UploadClock {
+    fn start(round: u32) -> UploadClock {
+        UploadClock { round, waiting: Meter::start("wait", round), upload: OnceCell::new() }
+    }
+
+    /// A client has begun.
+    fn begin(&self) {
+        self.upload.get_or_init(|| (self.waiting.stop(0), Meter::start("upload", self.round)));
+    }
+
+    /// The wait and the upload.
+    fn stop(self, bytes: u64) -> (Phase, Phase) {
+        self.begin();
+        let (wait, upload) = self.upload.into_inner().expect("begun above");
+        (wait, upload.stop(bytes))
+    }
 }
 
 impl Watch<'_> {
@@ -449,7 +484,10 @@ impl Watch<'_> {
         match message {
             ClientMessage::Failed { reason } => Err(Fault::GaveUp { reason: printable(&reason) }),
             // Whether it was due has been checked where it was read.
-            ClientMessage::Uploading { .. } => Ok(()),
+            ClientMessage::Uploading { .. } => {
+                self.clock.inspect(|clock| clock.begin());
+                Ok(())
+            }
             ClientMessage::Received { round, digest } => {
                 let place = self.peers.iter().position(|peer| peer.token == token);
                 match (&mut self.confirmed, place) {
