@@ -1,7 +1,9 @@
 //! `fedlane join`: a client.
 
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Args;
@@ -79,6 +81,9 @@ impl Staged {
         Staged { region, manifest: manifest.clone(), sums }
     }
 }
+
+/// How often a client that trains looks whether its session goes on.
+const TRAINING_CHECK: Duration = Duration::from_millis(50);
 
 /// Bytes that are generated at once.
 const FILL_BYTES: usize = 1 << 20;
@@ -171,7 +176,7 @@ impl Join {
         staged: Option<&Staged>,
     ) -> anyhow::Result<()> {
         if let Some(command) = &self.train {
-            self.run_training(command, round)?;
+            self.run_training(client, command, round)?;
         }
         let source: Box<dyn Source + '_> = match staged {
             Some(Staged { region, manifest, sums }) => {
@@ -212,9 +217,10 @@ impl Join {
         Ok(client.confirm(round)?)
     }
 
-    fn run_training(&self, command: &str, round: u32) -> anyhow::Result<()> {
-        let mut shell = Command::new("sh");
-        shell.arg("-c").arg(command).env("FEDLANE_ROUND", round.to_string());
+    fn run_training(&self, client: &mut Client, command: &str, round: u32) -> anyhow::Result<()> {
+        let program = std::env::current_exe().context("cannot find this program's own file")?;
+        let mut shell = Command::new(program);
+        shell.args(["train-shell", command]).env("FEDLANE_ROUND", round.to_string());
         if let Some(path) = &self.update.model {
             shell.env("FEDLANE_MODEL", path);
         }
@@ -223,11 +229,23 @@ impl Join {
         }
         // Standard output belongs to fedlane's own lines.
         shell.stdout(std::io::stderr());
-        let status = shell.status().context("the --train command could not be started")?;
-        if !status.success() {
-            bail!("the --train command failed in round {round}: {status}");
+        let mut shell = shell.spawn().context("the --train command could not be started")?;
+        loop {
+            if let Some(status) = shell.try_wait()? {
+                anyhow::ensure!(
+                    status.success(),
+                    "the --train command failed in round {round}: {status}"
+                );
+                return Ok(());
+            }
+            if let Err(ended) = client.check() {
+                // Nobody waits for what it computes any more.
+                shell.kill()?;
+                shell.wait()?;
+                return Err(ended.into());
+            }
+            std::thread::sleep(TRAINING_CHECK);
         }
-        Ok(())
     }
 
     /// Prints the phases from number `from` on and returns how many there are now.
@@ -242,4 +260,21 @@ impl Join {
 fn default_name() -> String {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     format!("{host}-{}", std::process::id())
+}
+
+/// Runs a shell command that ends with the process that started it.
+#[derive(Args)]
+pub struct TrainShell {
+    command: std::ffi::OsString,
+}
+
+impl TrainShell {
+    /// Becomes the shell.
+    pub fn run(self) -> anyhow::Result<()> {
+        let signal = rustix::process::Signal::TERM;
+        // Where this is refused, `join` still ends the command itself.
+        let _ = rustix::process::set_parent_process_death_signal(Some(signal));
+        let error = Command::new("sh").arg("-c").arg(self.command).exec();
+        Err(error).context("the shell for the --train command could not be started")
+    }
 }

@@ -12,7 +12,7 @@ mod progress;
 mod serve;
 mod update;
 
-use std::io::{IsTerminal, Write};
+use std::io::{ErrorKind, IsTerminal, Write};
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
@@ -33,6 +33,8 @@ enum Command {
     Serve(serve::Serve),
     Join(join::Join),
     Bench(bench::Bench),
+    #[command(hide = true)]
+    TrainShell(join::TrainShell),
     Doctor(doctor::Doctor),
     /// Print a completion script for a shell
     ///
@@ -52,11 +54,17 @@ fn main() -> ExitCode {
         Command::Bench(bench) => bench.run(),
         Command::Serve(serve) => serve.run(),
         Command::Join(join) => join.run(),
+        Command::TrainShell(shell) => shell.run(),
         Command::Doctor(doctor) => doctor.run(),
         Command::Completions { shell } => {
             let mut command = Cli::command();
-            clap_complete::generate(shell, &mut command, "fedlane", &mut std::io::stdout());
-            Ok(())
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut command, "fedlane", &mut script);
+            // A reader that has seen enough is no failure.
+            match std::io::stdout().write_all(&script) {
+                Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
+                _ => Ok(()),
+            }
         }
     };
     match done {

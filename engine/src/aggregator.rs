@@ -25,6 +25,7 @@ use crate::signal::Signal;
 use crate::sink::mean::TileMemory;
 use crate::sums::SumTable;
 use crate::sys::process;
+use crate::wire::hello::Ticket;
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
 use door::Door;
@@ -92,13 +93,7 @@ pub fn default_streams() -> usize {
 
 /// Something that the session has to react to.
 enum Event {
-    Joined {
-        socket: TcpStream,
-        address: SocketAddr,
-        name: String,
-        examples: f64,
-        header: Vec<u8>,
-    },
+    Joined(Box<Joined>),
     Stream {
         client: u32,
         stream: u32,
@@ -119,6 +114,17 @@ enum Event {
     Warm {
         result: Result<Phase, AggregatorError>,
     },
+}
+
+/// A client that wants to join.
+struct Joined {
+    socket: TcpStream,
+    address: SocketAddr,
+    name: String,
+    examples: f64,
+    header: Vec<u8>,
+    /// What it sent, in its frame.
+    frame: Vec<u8>,
 }
 
 /// A listening aggregator that has no clients yet.
@@ -198,6 +204,9 @@ struct Peer {
     shared: Arc<PeerShared>,
     reader: Option<JoinHandle<()>>,
     streams: Vec<TcpStream>,
+    ticket: Ticket,
+    /// The ticket, bound to what the client joined with.
+    key: Ticket,
 }
 
 /// What the thread that reads a client's control channel shares with the lanes.

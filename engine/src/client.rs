@@ -28,7 +28,8 @@ use crate::sink::region::{Part, RegionSink};
 use crate::source::Source;
 use crate::sums::SumTable;
 use crate::wire::checksum::model_digest;
-use crate::wire::hello::{Answer, Channel, DataHello, Preamble};
+use crate::wire::frame;
+use crate::wire::hello::{Answer, Channel, DataHello, Preamble, Ticket, bind_ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
 
 /// How a client works.
@@ -154,6 +155,7 @@ impl Client {
             header: manifest.header().to_vec(),
         };
         writer.send(&join).map_err(at)?;
+        let join_frame = frame::encode(&join).map_err(|error| at(error.into()))?;
         let answer: Preamble = control::read_fixed(&mut socket).map_err(at)?;
         answer.channel().map_err(|error| at(error.into()))?;
 
@@ -164,12 +166,13 @@ impl Client {
         // The plan says the aggregator's deadline; until then it may be any.
         let early = beat(limits::MIN_DEADLINE)?;
         let plan = await_plan(&mut socket, address)?;
+        let key = bind_ticket(&plan.ticket, &join_frame);
         let prepared = Prepared::check(&plan, manifest, address)?;
         let deadline = Duration::from_millis(plan.deadline_ms);
         let heartbeat = beat(deadline)?;
         drop(early);
         socket.set_read_timeout(Some(deadline))?;
-        let streams = open_streams(address, &plan, &config)
+        let streams = open_streams(address, &plan, &key, &config)
             .map_err(|error| last_words(&mut socket, address, error))?;
 
         let shared = Arc::new(ClientShared::default());
@@ -219,6 +222,19 @@ impl Client {
     /// How the model is cut into chunks in this session, for sources that are made for it.
     pub fn chunks(&self) -> &ChunkTable {
         &self.chunks
+    }
+
+    /// An error once the session has ended, without waiting: for work between the transfers.
+    ///
+    /// # Errors
+    /// As [`Client::next_task`].
+    pub fn check(&mut self) -> Result<(), ClientError> {
+        let mut early = std::mem::take(&mut self.early);
+        while let Ok(event) = self.events.try_recv() {
+            self.hear(event, &mut early)?;
+        }
+        self.early = early;
+        Ok(())
     }
 
     /// Waits for what the aggregator wants next.
@@ -606,14 +622,16 @@ impl Prepared {
 fn open_streams(
     address: SocketAddr,
     plan: &Plan,
+    key: &Ticket,
     config: &ClientConfig,
 ) -> Result<Vec<TcpStream>, ClientError> {
-    (0..plan.streams).map(|stream| open_stream(address, plan, config, stream)).collect()
+    (0..plan.streams).map(|stream| open_stream(address, plan, key, config, stream)).collect()
 }
 
 fn open_stream(
     address: SocketAddr,
     plan: &Plan,
+    key: &Ticket,
     config: &ClientConfig,
     stream: u32,
 ) -> Result<TcpStream, ClientError> {
@@ -622,7 +640,7 @@ fn open_stream(
     let mut socket = control::dial(address, &config.congestion, deadline)
         .map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
     socket.set_read_timeout(Some(deadline))?;
-    let hello = DataHello::new(plan.session, plan.client, stream, &plan.ticket);
+    let hello = DataHello::new(plan.session, plan.client, stream, key);
     control::write_fixed(&mut socket, &Preamble::new(Channel::Data))
         .and_then(|()| control::write_fixed(&mut socket, &hello))
         .map_err(|error| at(error.into()))?;

@@ -86,7 +86,8 @@ pub struct Weight {
 /// For f32 accumulators the scaled weight is then rounded to f32; a whole-numbered weight up to 2^24
 /// stays exact. The denominator is the f64 sum, in client order, of the scaled weights as used,
 /// rounded to the accumulator's type. If one client alone has a positive weight, its scaled weight
-/// and the denominator are one: the mean is that client's tensor.
+/// and the denominator are one: the mean is that client's tensor, but for 64-bit integers beyond
+/// 2^53, which f64 rounds.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Weights {
     clients: Vec<Weight>,

@@ -10,10 +10,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::Event;
+use super::{Event, Joined};
 use crate::control::{self, Congestion};
 use crate::error::{ControlError, DoorError};
 use crate::limits;
+use crate::wire::frame;
 use crate::wire::hello::{Answer, Channel, DataHello, Preamble, SessionId, Ticket};
 use crate::wire::message::ClientMessage;
 
@@ -190,11 +191,12 @@ fn welcome_client(mut socket: TcpStream, hall: &Hall) -> Result<Event, DoorError
     let room = Room::take(&hall.held_bytes, bytes)?;
     let message = control::read_body(&mut socket, bytes)?;
     drop(room);
+    let frame = frame::encode(&message).map_err(ControlError::from)?;
     let ClientMessage::Join { name, examples, header } = message else {
         return Err(DoorError::NoJoin);
     };
     let address = socket.peer_addr()?;
-    Ok(Event::Joined { socket, address, name, examples, header })
+    Ok(Event::Joined(Box::new(Joined { socket, address, name, examples, header, frame })))
 }
 
 /// Memory that a visitor's first message may take.

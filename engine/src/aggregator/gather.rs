@@ -11,7 +11,8 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::door::Tickets;
 use super::{
-    Aggregator, AggregatorConfig, Averaging, Event, Peer, PeerShared, Session, Sizes, read_client,
+    Aggregator, AggregatorConfig, Averaging, Event, Joined, Peer, PeerShared, Session, Sizes,
+    read_client,
 };
 use crate::control::{Heartbeat, Listeners, Writer, printable};
 use crate::error::{AggregatorError, Fault, ReducerError};
@@ -23,6 +24,7 @@ use crate::region::RegionPool;
 use crate::signal::Signal;
 use crate::sink::mean::TileMemory;
 use crate::sums::SumTable;
+use crate::wire::hello::bind_ticket;
 use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
 
 impl Aggregator {
@@ -111,9 +113,7 @@ impl Gathering {
     fn collect(&mut self) -> Result<(), AggregatorError> {
         while self.peers.len() < self.aggregator.config.clients {
             match self.next_event()? {
-                Event::Joined { socket, address, name, examples, header } => {
-                    self.join(socket, address, name, examples, &header)?;
-                }
+                Event::Joined(joined) => self.join(*joined)?,
                 event => self.hear(event)?,
             }
         }
@@ -155,8 +155,8 @@ impl Gathering {
                 (client, Fault::GaveUp { reason: printable(&reason) })
             }
             Event::Message { client, .. } => (client, unexpected("a message")),
-            Event::Joined { socket, address, .. } => {
-                refuse_late(socket, address, self.aggregator.config.clients);
+            Event::Joined(joined) => {
+                refuse_late(joined.socket, joined.address, self.aggregator.config.clients);
                 return Ok(());
             }
             Event::Stream { .. } | Event::Lane { .. } => return Ok(()),
@@ -167,14 +167,10 @@ impl Gathering {
         }
     }
 
-    fn join(
-        &mut self,
-        socket: TcpStream,
-        address: SocketAddr,
-        name: String,
-        examples: f64,
-        header: &[u8],
-    ) -> Result<(), AggregatorError> {
+    fn join(&mut self, joined: Joined) -> Result<(), AggregatorError> {
+        let Joined { socket, address, name, examples, header, frame } = joined;
+        let ticket = random()?;
+        let key = bind_ticket(&ticket, &frame);
         let deadline = self.aggregator.config.deadline;
         let token = self.peers.len();
         let writer = Arc::new(Writer::new(&socket, deadline)?);
@@ -183,11 +179,22 @@ impl Gathering {
         let streams = Vec::new();
         let shared = Arc::new(PeerShared::default());
         let (reader, events) = (None, self.aggregator.sender.clone());
-        self.peers.push(Peer { token, name, address, examples, writer, shared, reader, streams });
+        self.peers.push(Peer {
+            token,
+            name,
+            address,
+            examples,
+            writer,
+            shared,
+            reader,
+            streams,
+            ticket,
+            key,
+        });
         let peer = self.peers.last_mut().expect("pushed above");
         let checked = check_name(&peer.name, taken)
             .and_then(|()| check_examples(examples))
-            .and_then(|()| Ok(Manifest::from_header(header)?))
+            .and_then(|()| Ok(Manifest::from_header(&header)?))
             .and_then(|manifest| check_model(self.model.as_ref().map(|(m, _)| m), manifest));
         let manifest = checked.map_err(|error| peer.fault(error))?;
         socket.set_read_timeout(Some(deadline))?;
@@ -254,17 +261,16 @@ impl Gathering {
     fn send_plans(&self, streams: usize) -> Result<(), AggregatorError> {
         let config = &self.aggregator.config;
         let session = random()?;
-        let mut clients = HashMap::new();
-        for index in 0..self.peers.len() {
-            clients.insert(index as u32, (random()?, vec![false; streams]));
-        }
-        let tickets = Tickets { session, streams: streams as u32, clients: clients.clone() };
+        let clients: HashMap<_, _> = (self.peers.iter().enumerate())
+            .map(|(index, peer)| (index as u32, (peer.key, vec![false; streams])))
+            .collect();
+        let tickets = Tickets { session, streams: streams as u32, clients };
         self.aggregator.door.admit(tickets);
         for (index, peer) in self.peers.iter().enumerate() {
             let plan = Plan {
                 session,
                 client: index as u32,
-                ticket: clients[&(index as u32)].0,
+                ticket: peer.ticket,
                 streams: streams as u32,
                 chunk_bytes: config.chunk_bytes,
                 rounds: config.rounds,

@@ -2,6 +2,7 @@
 
 use std::cell::OnceCell;
 use std::net::TcpStream;
+use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, PoisonError};
@@ -25,6 +26,7 @@ use crate::sink::mean::{MeanSink, MeanSlices};
 use crate::sink::region::{Part, RegionSink};
 use crate::source::Source;
 use crate::source::region::RegionSource;
+use crate::sys::socket::unacknowledged_bytes;
 use crate::wire::checksum::model_digest;
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
@@ -432,10 +434,18 @@ impl Watch<'_> {
     fn await_confirmations(&mut self, model_bytes: u64) -> Result<(), AggregatorError> {
         let saving = Duration::from_secs(model_bytes / limits::SLOWEST_DISK_BYTES_S);
         let patience = self.config.deadline + saving;
-        let until = Instant::now() + patience;
+        let mut until = Instant::now() + patience;
+        let mut held = u64::MAX;
         while let Some(silent) = self.unconfirmed() {
-            match self.events.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            // The last bytes may be on their way for long after our socket has taken them.
+            let still_held = self.held_bytes();
+            if still_held < held {
+                until = Instant::now() + patience;
+            }
+            held = still_held;
+            match self.events.recv_timeout(limits::MIN_DEADLINE) {
                 Ok(event) => self.hear(event)?,
+                Err(_) if Instant::now() < until => {}
                 Err(_) => {
                     let seconds = patience.as_secs_f64().ceil() as u64;
                     return Err(self.peers[silent].fault(Fault::Unconfirmed { seconds }));
@@ -443,6 +453,12 @@ impl Watch<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Bytes of the model that our sockets still hold.
+    fn held_bytes(&self) -> u64 {
+        let sockets = self.peers.iter().flat_map(|peer| &peer.streams);
+        sockets.map(|socket| unacknowledged_bytes(socket.as_fd()).unwrap_or(0)).sum()
     }
 
     fn unconfirmed(&self) -> Option<usize> {
@@ -462,8 +478,8 @@ impl Watch<'_> {
                 });
             }
             Event::Lane { result: Err(error) } => return Err(error.into()),
-            Event::Joined { socket, address, .. } => {
-                refuse_late(socket, address, self.config.clients);
+            Event::Joined(joined) => {
+                refuse_late(joined.socket, joined.address, self.config.clients);
                 return Ok(());
             }
             // Its ticket admits each stream once, and all are connected.

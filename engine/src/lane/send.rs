@@ -18,6 +18,7 @@ use crate::paths::SendKind;
 use crate::sender::{Needs, Piece, SendPath};
 use crate::signal::Signal;
 use crate::source::Source;
+use crate::sys::socket::unacknowledged_bytes;
 use crate::wire::checksum::chunk_sum;
 
 /// One peer's stream of this lane.
@@ -34,6 +35,8 @@ pub struct Outgoing<'a> {
     scratch: Vec<u8>,
     scratch_bytes: Range<u64>,
     progress: Progress,
+    /// Bytes in the socket's buffer when its progress was last asked for.
+    unacknowledged: u64,
 }
 
 impl<'a> Outgoing<'a> {
@@ -57,7 +60,22 @@ impl<'a> Outgoing<'a> {
             scratch: Vec::new(),
             scratch_bytes: 0..0,
             progress: Progress::new(deadline),
+            unacknowledged: 0,
         })
+    }
+}
+
+impl Outgoing<'_> {
+    /// Whether the peer has taken bytes since this was last asked: a socket becomes writable only
+    /// when much of its buffer is free, which takes long on a slow link.
+    fn drains(&mut self) -> bool {
+        let unacknowledged = unacknowledged_bytes(self.socket.as_fd()).unwrap_or(0);
+        let drains = unacknowledged < self.unacknowledged;
+        self.unacknowledged = unacknowledged;
+        if drains {
+            self.progress.made();
+        }
+        drains
     }
 }
 
@@ -93,6 +111,8 @@ pub fn send(
                     running.remove(&index);
                 }
                 Step::Full => {
+                    stream.unacknowledged =
+                        unacknowledged_bytes(stream.socket.as_fd()).unwrap_or(0);
                     running.remove(&index);
                     waiting.insert(index);
                     poller.add(stream.socket, index, EventFlags::OUT)?;
@@ -111,8 +131,8 @@ pub fn send(
             running.insert(index);
         }
         for &index in &waiting {
-            let stream = &streams[index];
-            if stream.progress.is_overdue() {
+            let stream = &mut streams[index];
+            if stream.progress.is_overdue() && !stream.drains() {
                 return Err(LaneError::peer(stream.peer, stream.progress.stalled()));
             }
         }

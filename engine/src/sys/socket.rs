@@ -21,6 +21,14 @@ pub fn set_receive_low_water(socket: BorrowedFd<'_>, bytes: usize) -> io::Result
     if status == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Bytes that the peer's kernel has not acknowledged yet (`SIOCOUTQ`, tcp(7)).
+pub fn unacknowledged_bytes(socket: BorrowedFd<'_>) -> io::Result<u64> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the kernel writes one int; the descriptor is borrowed and so open.
+    let status = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    if status == 0 { Ok(bytes.max(0) as u64) } else { Err(io::Error::last_os_error()) }
+}
+
 /// Puts references to the pages of `bytes` into `pipe`, without waiting and without a copy.
 ///
 /// The pages are read later, by whoever reads the pipe or the socket it is spliced to: the caller

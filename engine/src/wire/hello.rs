@@ -104,6 +104,12 @@ pub type SessionId = [u8; 16];
 /// The secret that admits one client's data channels. It travels on the control channel.
 pub type Ticket = [u8; 32];
 
+/// The key of the proofs: the ticket, bound to the `Join` that it answers, in its frame. A weight or
+/// name that was changed on the way admits no data channel.
+pub fn bind_ticket(ticket: &Ticket, join_frame: &[u8]) -> Ticket {
+    *blake3::keyed_hash(ticket, join_frame).as_bytes()
+}
+
 /// Follows the preamble on a data channel: which stream this is, and the proof that it may be.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,

@@ -12,7 +12,8 @@ use fedlane::manifest::ChunkTable;
 use fedlane::source::Source;
 use fedlane::source::generator::Generator;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
-use fedlane::wire::hello::{Answer, Channel, DataHello, Preamble};
+use fedlane::wire::frame;
+use fedlane::wire::hello::{Answer, Channel, DataHello, Preamble, bind_ticket};
 use fedlane::wire::message::{AggregatorMessage, ClientMessage, Plan};
 
 /// How long it waits for the real client before the test fails.
@@ -26,6 +27,8 @@ pub struct FakeAggregator {
     pub streams: Vec<TcpStream>,
     /// What its messages go through.
     pub writer: Arc<Writer>,
+    /// What the client joined with, in its frame.
+    join: Vec<u8>,
     source: Generator,
     plan: Plan,
     _control: TcpStream,
@@ -60,6 +63,7 @@ impl FakeAggregator {
         let interval = Duration::from_millis(400);
         let pulse = Heartbeat::start(listeners, AggregatorMessage::Alive, interval).unwrap();
         FakeAggregator {
+            join: frame::encode(&join).unwrap(),
             listener,
             streams: Vec::new(),
             writer,
@@ -88,7 +92,8 @@ impl FakeAggregator {
         let preamble: Preamble = read_fixed(&mut socket).unwrap();
         assert_eq!(preamble.channel().unwrap(), Channel::Data);
         let hello: DataHello = read_fixed(&mut socket).unwrap();
-        assert!(hello.is_admitted_by(&self.plan.session, &self.plan.ticket));
+        let key = bind_ticket(&self.plan.ticket, &self.join);
+        assert!(hello.is_admitted_by(&self.plan.session, &key));
         write_fixed(&mut socket, &Preamble::answering(Channel::Data, answer)).unwrap();
         socket
     }

@@ -14,7 +14,8 @@ use fedlane::manifest::{ChunkTable, Manifest};
 use fedlane::source::Source;
 use fedlane::source::generator::Generator;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
-use fedlane::wire::hello::{Channel, DataHello, Preamble};
+use fedlane::wire::frame;
+use fedlane::wire::hello::{Channel, DataHello, Preamble, bind_ticket};
 use fedlane::wire::message::{AggregatorMessage, ClientMessage, Plan};
 
 /// How long a hostile peer waits for the real one before the test fails.
@@ -28,6 +29,8 @@ pub struct HostileClient {
     pub streams: Vec<TcpStream>,
     /// What its messages go through.
     pub writer: Arc<Writer>,
+    /// Its first message, in its frame.
+    first: Vec<u8>,
     source: Generator,
     plan: Option<Plan>,
     address: String,
@@ -60,8 +63,10 @@ impl HostileClient {
         let writer = Arc::new(Writer::new(&control, PATIENCE).unwrap());
         writer.send(first).unwrap();
         let source = Generator::new(manifest.clone(), 2);
+        let first = frame::encode(first).unwrap();
         HostileClient {
             control,
+            first,
             streams: Vec::new(),
             writer,
             source,
@@ -83,7 +88,11 @@ impl HostileClient {
     pub fn await_plan(&mut self) -> Plan {
         self.keep_alive();
         match self.next().unwrap() {
-            AggregatorMessage::Plan(plan) => self.plan = Some(plan),
+            AggregatorMessage::Plan(mut plan) => {
+                // What its proofs are made with.
+                plan.ticket = bind_ticket(&plan.ticket, &self.first);
+                self.plan = Some(plan);
+            }
             other => panic!("{other:?} instead of a plan"),
         }
         self.plan().clone()
