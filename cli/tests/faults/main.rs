@@ -12,4 +12,5 @@ mod processes;
 mod session;
 mod slow;
 mod strangers;
+mod training;
 mod weights;
