@@ -146,7 +146,7 @@ pub struct Averager {
     pub streams: Option<usize>,
 
     /// Bytes that are checked and averaged as one unit
-    #[arg(long, value_name = "SIZE", default_value = "512KiB", value_parser = parse_chunk_bytes)]
+    #[arg(long, value_name = "SIZE", default_value = "1MiB", value_parser = parse_chunk_bytes)]
     pub chunk_bytes: u64,
 
     /// In which order clients are averaged
