@@ -59,9 +59,9 @@ pub const TRIAL_BYTES: u64 = 4 << 10;
 /// A reader is woken when so much waits: 60 % fewer wake-ups than without; 128 KiB costs speed.
 pub const RECEIVE_LOW_WATER_BYTES: u64 = 64 << 10;
 
-/// The same where a lane has other streams to work on meanwhile: a chunk that can be received
-/// whole uses one buffer, still in the cache; chunks in pieces use one buffer each.
-pub const SHARED_LOW_WATER_BYTES: u64 = CHUNK_BYTES;
+/// The same where a lane has other streams to work on meanwhile: chunks in fewer pieces use fewer
+/// buffers, and so more of the cache; 512 KiB lets lanes sleep while there is work.
+pub const SHARED_LOW_WATER_BYTES: u64 = 256 << 10;
 
 /// Size of a pipe for splice: the most that a user without rights may ask for.
 pub const PIPE_BYTES: usize = 1 << 20;
