@@ -1,6 +1,6 @@
 //! The process that averages: waits for its clients, runs rounds, sends the model back.
 
-mod door;
+pub(crate) mod door;
 mod gather;
 mod round;
 
@@ -25,10 +25,11 @@ use crate::signal::Signal;
 use crate::sink::mean::TileMemory;
 use crate::sums::SumTable;
 use crate::sys::process;
-use crate::wire::hello::Ticket;
+use crate::wire::hello::{Place, Secret, SessionId, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
-use door::Door;
+use door::{Door, Visit};
+pub(crate) use gather::refuse;
 
 /// What happens to the updates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,6 +39,8 @@ pub enum Averaging {
     /// Received whole, every client's into a region of its own, and averaged after. The baseline
     /// that streaming is measured against.
     Staged,
+    /// Received whole, every client's into a region of its own, and handed over; there is no mean.
+    Keep,
     /// Checked and dropped; there is no mean. For benchmarks.
     Checksum,
     /// Dropped unseen; there is no mean. For benchmarks.
@@ -92,7 +95,7 @@ pub fn default_streams() -> usize {
 }
 
 /// Something that the session has to react to.
-enum Event {
+pub(crate) enum Event {
     Joined(Box<Joined>),
     Stream {
         client: u32,
@@ -117,21 +120,38 @@ enum Event {
 }
 
 /// A client that wants to join.
-struct Joined {
-    socket: TcpStream,
-    address: SocketAddr,
-    name: String,
-    examples: f64,
-    header: Vec<u8>,
+pub(crate) struct Joined {
+    pub socket: TcpStream,
+    pub address: SocketAddr,
+    pub name: String,
+    pub examples: f64,
+    pub header: Vec<u8>,
+    pub place: Place,
+    /// What the place is reached with.
+    pub secret: Secret,
     /// What it sent, in its frame.
-    frame: Vec<u8>,
+    pub frame: Vec<u8>,
+    /// Clients are ordered by rank, and those of one rank by name.
+    pub rank: usize,
+}
+
+impl Joined {
+    /// For logs and errors.
+    pub fn label(&self) -> String {
+        label(&self.name, self.address)
+    }
+}
+
+fn label(name: &str, address: SocketAddr) -> String {
+    format!("client \"{name}\" ({address})")
 }
 
 /// A listening aggregator that has no clients yet.
 pub struct Aggregator {
     config: AggregatorConfig,
     address: SocketAddr,
-    door: Door,
+    door: Arc<Door>,
+    pool: Arc<RegionPool>,
     events: Receiver<Event>,
     sender: Sender<Event>,
 }
@@ -148,9 +168,37 @@ impl Aggregator {
         let listener = control::listen(&address, &config.congestion).map_err(listen)?;
         let bound = listener.local_addr().map_err(listen)?;
         let (sender, events) = std::sync::mpsc::channel();
-        let door =
-            Door::open(listener, sender.clone(), config.congestion.clone()).map_err(listen)?;
-        Ok(Aggregator { config, address: bound, door, events, sender })
+        let joined = sender.clone();
+        let welcome = Box::new(move |visit| match visit {
+            // Nobody listens any more when the session has ended; the socket then closes.
+            Visit::Join(client) if client.place == Secret::OPEN.place() => {
+                drop(joined.send(Event::Joined(client)));
+            }
+            Visit::Join(client) => refuse(&client.socket, "there is no such place here"),
+            Visit::Call { socket, .. } => refuse(&socket, "there is no such place here"),
+        });
+        let door = Door::open(listener, config.congestion.clone(), welcome).map_err(listen)?;
+        let (door, pool) = (Arc::new(door), Arc::default());
+        Ok(Aggregator { config, address: bound, door, pool, events, sender })
+    }
+
+    /// An aggregator for clients who have come through `door` already, with memory from `pool`.
+    pub(crate) fn of(
+        door: Arc<Door>,
+        address: SocketAddr,
+        pool: Arc<RegionPool>,
+        mut config: AggregatorConfig,
+        clients: Vec<Box<Joined>>,
+    ) -> Result<Aggregator, AggregatorError> {
+        config.clients = clients.len();
+        check(&config)?;
+        allow_connections(&config)?;
+        let (sender, events) = std::sync::mpsc::channel();
+        for client in clients {
+            // The other end is held here.
+            let _ = sender.send(Event::Joined(client));
+        }
+        Ok(Aggregator { config, address, door, pool, events, sender })
     }
 
     /// Where clients can dial.
@@ -195,8 +243,9 @@ fn allow_connections(config: &AggregatorConfig) -> Result<(), AggregatorError> {
 
 /// A client of the session.
 struct Peer {
-    /// Its number in events, by time of arrival. Its place in the session is by name.
+    /// Its number in events, by time of arrival. Its place in the session is by rank and name.
     token: usize,
+    rank: usize,
     name: String,
     address: SocketAddr,
     examples: f64,
@@ -207,6 +256,8 @@ struct Peer {
     ticket: Ticket,
     /// The ticket, bound to what the client joined with.
     key: Ticket,
+    /// Whether it asked to be told the model's header.
+    wants_header: bool,
 }
 
 /// What the thread that reads a client's control channel shares with the lanes.
@@ -222,7 +273,7 @@ struct PeerShared {
 
 impl Peer {
     fn label(&self) -> String {
-        format!("client \"{}\" ({})", self.name, self.address)
+        label(&self.name, self.address)
     }
 
     fn fault(&self, error: impl Into<Fault>) -> AggregatorError {
@@ -263,7 +314,19 @@ pub struct Session {
     sender: Sender<Event>,
     // Dropped last: they end threads.
     _heartbeat: Heartbeat,
-    _door: Door,
+    _admission: Admission,
+}
+
+/// Lets the data channels of a session in as long as it lives.
+struct Admission {
+    door: Arc<Door>,
+    session: SessionId,
+}
+
+impl Drop for Admission {
+    fn drop(&mut self) {
+        self.door.dismiss(&self.session);
+    }
 }
 
 /// The model of the last round, or the initial one, and the checksums of its chunks.
@@ -322,9 +385,15 @@ impl Sizes {
         layout: Option<&AccumulatorLayout>,
     ) -> Sizes {
         let model_bytes = manifest.data_bytes();
-        let copies = if config.averaging == Averaging::Staged { config.clients } else { 0 };
+        let copies = match config.averaging {
+            Averaging::Staged | Averaging::Keep => config.clients,
+            _ => 0,
+        };
+        // Chunk after chunk from every client, sums never leave their tile.
+        let in_turn = config.averaging == Averaging::Streaming && config.order == Order::Client;
+        let holds_sums = |layout: &&AccumulatorLayout| layout.is_in_place() || !in_turn;
         Sizes {
-            accumulator: layout.map(AccumulatorLayout::bytes),
+            accumulator: layout.filter(holds_sums).map(AccumulatorLayout::bytes),
             model: layout.filter(|layout| !layout.is_in_place()).map(|_| model_bytes),
             staged: vec![model_bytes; copies],
         }

@@ -29,7 +29,7 @@ use crate::source::Source;
 use crate::sums::SumTable;
 use crate::wire::checksum::model_digest;
 use crate::wire::frame;
-use crate::wire::hello::{Answer, Channel, DataHello, Preamble, Ticket, bind_ticket};
+use crate::wire::hello::{Answer, Channel, DataHello, Preamble, Secret, Ticket, bind_ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
 
 /// How a client works.
@@ -39,6 +39,8 @@ pub struct ClientConfig {
     pub name: String,
     /// Number of training examples: its weight in the mean.
     pub examples: f64,
+    /// What the aggregator gave out for this transfer, where its port serves many.
+    pub secret: Secret,
     /// How updates are sent; without a wish the best that source and host offer.
     pub send_path: Option<SendKind>,
     /// How the model is received.
@@ -137,6 +139,25 @@ impl Client {
         config: ClientConfig,
         manifest: &Manifest,
     ) -> Result<Client, ClientError> {
+        Self::join_with(address, config, Some(manifest))
+    }
+
+    /// Joins without a model, to be told its layout: for a session that has an initial one.
+    ///
+    /// # Errors
+    /// As for [`Client::join`].
+    pub fn join_unknowing(
+        address: impl ToSocketAddrs + std::fmt::Display,
+        config: ClientConfig,
+    ) -> Result<Client, ClientError> {
+        Self::join_with(address, config, None)
+    }
+
+    fn join_with(
+        address: impl ToSocketAddrs + std::fmt::Display,
+        config: ClientConfig,
+        manifest: Option<&Manifest>,
+    ) -> Result<Client, ClientError> {
         let dialled = control::dial(&address, &config.congestion, config.deadline);
         let mut socket =
             dialled.map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
@@ -152,7 +173,8 @@ impl Client {
         let join = ClientMessage::Join {
             name: config.name.clone(),
             examples: config.examples,
-            header: manifest.header().to_vec(),
+            header: manifest.map(|manifest| manifest.header().to_vec()).unwrap_or_default(),
+            place: config.secret.place(),
         };
         writer.send(&join).map_err(at)?;
         let join_frame = frame::encode(&join).map_err(|error| at(error.into()))?;
@@ -166,8 +188,15 @@ impl Client {
         // The plan says the aggregator's deadline; until then it may be any.
         let early = beat(limits::MIN_DEADLINE)?;
         let plan = await_plan(&mut socket, address)?;
-        let key = bind_ticket(&plan.ticket, &join_frame);
-        let prepared = Prepared::check(&plan, manifest, address)?;
+        let key = bind_ticket(&plan.ticket, &config.secret, &join_frame);
+        let manifest = match manifest {
+            Some(manifest) => manifest.clone(),
+            None => Manifest::from_header(&plan.header).map_err(|error| ClientError::Plan {
+                address: address.to_string(),
+                why: error.to_string(),
+            })?,
+        };
+        let prepared = Prepared::check(&plan, &manifest, address)?;
         let deadline = Duration::from_millis(plan.deadline_ms);
         let heartbeat = beat(deadline)?;
         drop(early);
@@ -187,7 +216,7 @@ impl Client {
             address,
             config,
             plan,
-            manifest: manifest.clone(),
+            manifest,
             chunks: prepared.chunks,
             buffers: prepared.lanes.iter().map(|_| Mutex::default()).collect(),
             lanes: prepared.lanes,
@@ -207,6 +236,11 @@ impl Client {
     /// Rounds that the session will have.
     pub fn rounds(&self) -> u32 {
         self.plan.rounds
+    }
+
+    /// The model's layout.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
     }
 
     /// What was measured so far.
@@ -358,16 +392,14 @@ impl Client {
         self.tell(&ClientMessage::Received { round, digest: self.received_digest() })
     }
 
-    /// The digest of the chunks that came, each of which matched its checksum.
+    /// The checksums of the chunks that came, each of which matched.
+    pub(crate) fn received_sums(&self) -> Vec<u64> {
+        self.shared.sums.get().expect("set when joining").all(&self.lanes)
+    }
+
     fn received_digest(&self) -> [u8; 32] {
-        let table = self.shared.sums.get().expect("set when joining");
-        let sums: Vec<u64> = (0..self.lanes.len())
-            .flat_map(|lane| {
-                let stream = table.stream(lane);
-                (0..self.lanes[lane].len()).map_while(|index| stream.get(index))
-            })
-            .collect();
-        model_digest(&self.manifest.layout_digest(), self.chunks.chunk_bytes(), &sums)
+        let (layout, chunk_bytes) = (self.manifest.layout_digest(), self.chunks.chunk_bytes());
+        model_digest(&layout, chunk_bytes, &self.received_sums())
     }
 
     fn download_lanes<'s, S: Sink + 's>(
@@ -514,7 +546,7 @@ impl Client {
         ClientError::Transfer { address: self.address.to_string(), error }
     }
 
-    fn unexpected(&self, what: &'static str) -> ClientError {
+    pub(crate) fn unexpected(&self, what: &'static str) -> ClientError {
         self.control_error(ProtocolError::Unexpected { what }.into())
     }
 
@@ -561,6 +593,7 @@ fn await_plan(socket: &mut TcpStream, address: SocketAddr) -> Result<Plan, Clien
             Ok(AggregatorMessage::Failed { reason }) => {
                 return Err(ClientError::Ended { address, reason: printable(&reason) });
             }
+            Ok(AggregatorMessage::Done) => return Err(ClientError::NotWanted { address }),
             Ok(_) => {
                 let error = ProtocolError::Unexpected { what: "a message" }.into();
                 return Err(ClientError::Control { address, error });

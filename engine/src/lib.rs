@@ -13,6 +13,7 @@ pub mod aggregator;
 pub mod client;
 pub mod control;
 pub mod error;
+pub mod exchange;
 pub mod lane;
 pub mod limits;
 pub mod manifest;

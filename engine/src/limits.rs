@@ -69,6 +69,9 @@ pub const PIPE_BYTES: usize = 1 << 20;
 /// Memory that a region must leave free: this process and the kernel's socket buffers need some.
 pub const MEMORY_RESERVE_BYTES: u64 = 64 << 20;
 
+/// Times that a warm region may fit nothing before it is given up: a round takes a few sizes.
+pub const PASSED_OVER: u32 = 8;
+
 /// Longest control message: one that holds the longest header.
 pub const MAX_FRAME_BYTES: u64 = MAX_HEADER_BYTES + (64 << 10);
 

@@ -1,8 +1,11 @@
 //! The only large buffer there is: memory for one model's bytes, shared with the kernel as a
 //! file, present from the start, and kept for the next round.
 
-use std::os::fd::BorrowedFd;
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
+
+use rustix::fs;
 
 use crate::error::RegionError;
 use crate::limits;
@@ -12,6 +15,9 @@ use crate::sys::process;
 /// Pre-faulted memory for `bytes` bytes, on huge pages where the host allows them.
 pub struct Region {
     mapping: Mapping,
+    /// Where its first byte is in the mapping, and in the file.
+    start: usize,
+    position: u64,
     bytes: usize,
 }
 
@@ -23,15 +29,33 @@ impl Region {
             return Err(RegionError::NoMemory { wanted: bytes, available, bound });
         }
         let mapping = Self::map(bytes).map_err(|source| RegionError::Map { bytes, source })?;
-        let bytes = usize::try_from(bytes).map_err(|_| RegionError::Map {
-            bytes,
-            source: std::io::ErrorKind::OutOfMemory.into(),
-        })?;
-        Ok(Region { mapping, bytes })
+        let bytes = usize::try_from(bytes)
+            .map_err(|_| RegionError::Map { bytes, source: io::ErrorKind::OutOfMemory.into() })?;
+        Ok(Region { mapping, start: 0, position: 0, bytes })
+    }
+
+    /// `bytes` bytes of a memory file that another process made, from `position` on. Nobody may
+    /// make the file shorter as long as this lives.
+    ///
+    /// # Errors
+    /// A file that is shorter than that, or that cannot be mapped.
+    pub fn adopt(file: OwnedFd, position: u64, bytes: u64) -> Result<Region, RegionError> {
+        let map = |source| RegionError::Map { bytes, source };
+        let too_short =
+            || map(io::Error::new(io::ErrorKind::InvalidInput, "the file is too short"));
+        let end = position.checked_add(bytes).ok_or_else(too_short)?;
+        if fs::fstat(&file).map_err(|error| map(error.into()))?.st_size < end.cast_signed() {
+            return Err(too_short());
+        }
+        let first_page = position - position % Mapping::ALIGN_BYTES;
+        let mapping = Mapping::adopt(file, first_page, end - first_page).map_err(map)?;
+        // Both are within the mapping, which exists.
+        let (start, bytes) = ((position - first_page) as usize, bytes as usize);
+        Ok(Region { mapping, start, position, bytes })
     }
 
     /// A huge page for a region that would not fill one wastes memory.
-    fn map(bytes: u64) -> std::io::Result<Mapping> {
+    fn map(bytes: u64) -> io::Result<Mapping> {
         if bytes >= HUGE_PAGE_BYTES {
             match Mapping::new(bytes, Pages::Huge) {
                 Ok(mapping) => return Ok(mapping),
@@ -43,18 +67,23 @@ impl Region {
 
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
-        &self.mapping.bytes()[..self.bytes]
+        &self.mapping.bytes()[self.start..self.start + self.bytes]
     }
 
-    /// The bytes for writing, and the memory file behind them (byte 0 is position 0).
+    /// The bytes for writing, and the memory file behind them (byte 0 is at [`Region::position`]).
     pub fn bytes_mut(&mut self) -> (&mut [u8], BorrowedFd<'_>) {
         let (bytes, file) = self.mapping.bytes_mut();
-        (&mut bytes[..self.bytes], file)
+        (&mut bytes[self.start..self.start + self.bytes], file)
     }
 
-    /// The memory file; byte 0 of the region is at position 0.
+    /// The memory file; byte 0 of the region is at [`Region::position`].
     pub fn file(&self) -> BorrowedFd<'_> {
         self.mapping.file()
+    }
+
+    /// Where the region begins in its file.
+    pub fn position(&self) -> u64 {
+        self.position
     }
 
     /// What kind of pages hold it.
@@ -67,18 +96,28 @@ impl Region {
 /// region is made once and taken again.
 #[derive(Default)]
 pub struct RegionPool {
-    free: Mutex<Vec<Region>>,
+    free: Mutex<Vec<Free>>,
+}
+
+struct Free {
+    region: Region,
+    /// How often something else was wanted since it was given back.
+    passed_over: u32,
 }
 
 impl RegionPool {
     /// A region of exactly `bytes` bytes: a warm one where there is one, a new one otherwise.
-    /// What stood in a warm region is still there.
+    /// What stood in a warm region is still there. A region that nothing has fitted for some time
+    /// goes back to the host: the model has changed.
     pub fn take(&self, bytes: u64) -> Result<Region, RegionError> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        match free.iter().position(|region| region.bytes as u64 == bytes) {
-            Some(index) => Ok(free.swap_remove(index)),
-            None => Region::new(bytes),
+        if let Some(index) = free.iter().position(|free| free.region.bytes as u64 == bytes) {
+            return Ok(free.swap_remove(index).region);
         }
+        free.iter_mut().for_each(|free| free.passed_over += 1);
+        free.retain(|free| free.passed_over <= limits::PASSED_OVER);
+        drop(free);
+        Region::new(bytes)
     }
 
     /// Makes regions of these sizes, so that nobody who takes them waits for memory.
@@ -90,6 +129,7 @@ impl RegionPool {
 
     /// Keeps `region` for the next [`RegionPool::take`].
     pub fn give_back(&self, region: Region) {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(region);
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        free.push(Free { region, passed_over: 0 });
     }
 }

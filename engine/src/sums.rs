@@ -39,6 +39,14 @@ impl SumTable {
         &self.streams[stream]
     }
 
+    /// What was announced of all `lanes`, in the order of the chunks.
+    pub fn all(&self, lanes: &[Range<usize>]) -> Vec<u64> {
+        let known = |(stream, lane): (&StreamSums, &Range<usize>)| {
+            (0..lane.len()).map_while(|index| stream.get(index)).collect::<Vec<_>>()
+        };
+        self.streams.iter().zip(lanes).flat_map(known).collect()
+    }
+
     /// Takes what a peer announced. One thread calls this.
     pub fn announce(&self, stream: u32, sums: &[WireSum]) -> Result<(), ProtocolError> {
         let known = self.streams.get(stream as usize);

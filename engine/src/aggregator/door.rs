@@ -11,24 +11,35 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::{Event, Joined};
-use crate::control::{self, Congestion};
+use crate::control::{self, Congestion, printable};
 use crate::error::{ControlError, DoorError};
 use crate::limits;
 use crate::wire::frame;
-use crate::wire::hello::{Answer, Channel, DataHello, Preamble, SessionId, Ticket};
+use crate::wire::hello::{Answer, Channel, DataHello, Place, Preamble, Secret, SessionId, Ticket};
 use crate::wire::message::ClientMessage;
 
-/// Who may open data channels, and which streams are open already.
-pub(super) struct Tickets {
-    pub session: SessionId,
+/// Who may open data channels of a session, which streams are open already, and who wants to know.
+pub(crate) struct Tickets {
     pub streams: u32,
     pub clients: HashMap<u32, (Ticket, Vec<bool>)>,
+    pub events: Sender<Event>,
+}
+
+/// Takes everyone who has said what he comes for.
+pub(crate) type Welcome = Box<dyn Fn(Visit) + Send + Sync>;
+
+/// Somebody with a control channel.
+pub(crate) enum Visit {
+    /// Wants to join.
+    Join(Box<Joined>),
+    /// Only asks whether he could.
+    Call { socket: TcpStream, name: String, place: Place },
 }
 
 /// What the handshake threads share.
 struct Hall {
-    tickets: Mutex<Option<Tickets>>,
-    events: Sender<Event>,
+    sessions: Mutex<HashMap<SessionId, Tickets>>,
+    welcome: Welcome,
     congestion: Congestion,
     visitors: Mutex<Visitors>,
     closed: AtomicBool,
@@ -40,10 +51,14 @@ impl Hall {
     fn visitors(&self) -> MutexGuard<'_, Visitors> {
         self.visitors.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    fn sessions(&self) -> MutexGuard<'_, HashMap<SessionId, Tickets>> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
-/// The listening side of an aggregator.
-pub(super) struct Door {
+/// The listening side of an aggregator: one port, for any number of sessions.
+pub(crate) struct Door {
     hall: Arc<Hall>,
     listener: Arc<TcpListener>,
     thread: Option<JoinHandle<()>>,
@@ -53,12 +68,12 @@ impl Door {
     /// Starts to accept connections.
     pub fn open(
         listener: TcpListener,
-        events: Sender<Event>,
         congestion: Congestion,
+        welcome: Welcome,
     ) -> io::Result<Door> {
         let hall = Arc::new(Hall {
-            tickets: Mutex::new(None),
-            events,
+            sessions: Mutex::default(),
+            welcome,
             congestion,
             visitors: Mutex::default(),
             closed: AtomicBool::new(false),
@@ -72,9 +87,14 @@ impl Door {
         Ok(Door { hall, listener, thread: Some(thread) })
     }
 
-    /// From now on data channels with these tickets are let in.
-    pub fn admit(&self, tickets: Tickets) {
-        *self.hall.tickets.lock().unwrap_or_else(PoisonError::into_inner) = Some(tickets);
+    /// From now on data channels of this session with these tickets are let in.
+    pub fn admit(&self, session: SessionId, tickets: Tickets) {
+        self.hall.sessions().insert(session, tickets);
+    }
+
+    /// The session is over.
+    pub fn dismiss(&self, session: &SessionId) {
+        self.hall.sessions().remove(session);
     }
 }
 
@@ -132,8 +152,9 @@ fn receive_visitor(socket: TcpStream, hall: &Arc<Hall>) {
             return;
         }
         match welcomed {
+            Ok(Visitor::Client(visit)) => (inside.welcome)(visit),
             // Nobody listens any more when the session has ended; the socket then closes.
-            Ok(event) => drop(inside.events.send(event)),
+            Ok(Visitor::Stream(events, event)) => drop(events.send(event)),
             Err(error) => tracing::warn!("connection from {peer} refused: {error}"),
         }
     });
@@ -169,7 +190,13 @@ impl Visitors {
     }
 }
 
-fn welcome(mut socket: TcpStream, hall: &Hall) -> Result<Event, DoorError> {
+/// Who came.
+enum Visitor {
+    Client(Visit),
+    Stream(Sender<Event>, Event),
+}
+
+fn welcome(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorError> {
     socket.set_read_timeout(Some(limits::HANDSHAKE))?;
     socket.set_write_timeout(Some(limits::HANDSHAKE))?;
     control::settle(&socket, &hall.congestion)?;
@@ -185,18 +212,27 @@ fn welcome(mut socket: TcpStream, hall: &Hall) -> Result<Event, DoorError> {
     }
 }
 
-fn welcome_client(mut socket: TcpStream, hall: &Hall) -> Result<Event, DoorError> {
+fn welcome_client(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorError> {
     control::write_fixed(&mut socket, &Preamble::new(Channel::Control))?;
     let bytes = control::read_length(&mut socket, limits::MAX_FRAME_BYTES)?;
     let room = Room::take(&hall.held_bytes, bytes)?;
     let message = control::read_body(&mut socket, bytes)?;
     drop(room);
     let frame = frame::encode(&message).map_err(ControlError::from)?;
-    let ClientMessage::Join { name, examples, header } = message else {
-        return Err(DoorError::NoJoin);
+    let visit = match message {
+        ClientMessage::Join { name, examples, header, place } => {
+            let address = socket.peer_addr()?;
+            let (name, secret) = (printable(&name), Secret::OPEN);
+            let joined =
+                Joined { socket, address, name, examples, header, place, secret, frame, rank: 0 };
+            Visit::Join(Box::new(joined))
+        }
+        ClientMessage::Call { name, place } => {
+            Visit::Call { socket, name: printable(&name), place }
+        }
+        _ => return Err(DoorError::NoJoin),
     };
-    let address = socket.peer_addr()?;
-    Ok(Event::Joined(Box::new(Joined { socket, address, name, examples, header, frame })))
+    Ok(Visitor::Client(visit))
 }
 
 /// Memory that a visitor's first message may take.
@@ -224,31 +260,28 @@ impl Drop for Room<'_> {
     }
 }
 
-fn welcome_stream(mut socket: TcpStream, hall: &Hall) -> Result<Event, DoorError> {
+fn welcome_stream(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorError> {
     let hello: DataHello = control::read_fixed(&mut socket)?;
-    let answer = check_ticket(&hello, hall);
+    let checked = check_ticket(&hello, hall);
+    let answer = checked.as_ref().err().copied().unwrap_or(Answer::Admitted);
     control::write_fixed(&mut socket, &Preamble::answering(Channel::Data, answer))?;
-    match answer {
-        Answer::Admitted => {
-            socket.set_nonblocking(true)?;
-            let (client, stream) = (hello.client(), hello.stream());
-            Ok(Event::Stream { client, stream, socket })
-        }
-        answer => Err(DoorError::Ticket { answer: answer.text() }),
-    }
+    let events = checked.map_err(|answer| DoorError::Ticket { answer: answer.text() })?;
+    socket.set_nonblocking(true)?;
+    let (client, stream) = (hello.client(), hello.stream());
+    Ok(Visitor::Stream(events, Event::Stream { client, stream, socket }))
 }
 
-fn check_ticket(hello: &DataHello, hall: &Hall) -> Answer {
-    let mut tickets = hall.tickets.lock().unwrap_or_else(PoisonError::into_inner);
-    let Some(tickets) = tickets.as_mut() else { return Answer::WrongTicket };
-    let Some((ticket, taken)) = tickets.clients.get_mut(&hello.client()) else {
-        return Answer::WrongTicket;
-    };
-    if !hello.is_admitted_by(&tickets.session, ticket) || hello.stream() >= tickets.streams {
-        return Answer::WrongTicket;
+/// Who waits for this stream, if it may come.
+fn check_ticket(hello: &DataHello, hall: &Hall) -> Result<Sender<Event>, Answer> {
+    let mut sessions = hall.sessions();
+    let tickets = sessions.get_mut(&hello.session()).ok_or(Answer::WrongTicket)?;
+    let client = tickets.clients.get_mut(&hello.client());
+    let (ticket, taken) = client.ok_or(Answer::WrongTicket)?;
+    if !hello.is_admitted_by(&hello.session(), ticket) || hello.stream() >= tickets.streams {
+        return Err(Answer::WrongTicket);
     }
     match std::mem::replace(&mut taken[hello.stream() as usize], true) {
-        true => Answer::Taken,
-        false => Answer::Admitted,
+        true => Err(Answer::Taken),
+        false => Ok(tickets.events.clone()),
     }
 }

@@ -11,8 +11,8 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::door::Tickets;
 use super::{
-    Aggregator, AggregatorConfig, Averaging, Event, Joined, Peer, PeerShared, Session, Sizes,
-    read_client,
+    Admission, Aggregator, AggregatorConfig, Averaging, Event, Joined, Peer, PeerShared, Session,
+    Sizes, read_client,
 };
 use crate::control::{Heartbeat, Listeners, Writer, printable};
 use crate::error::{AggregatorError, Fault, ReducerError};
@@ -20,7 +20,6 @@ use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::{Meter, Phase};
 use crate::reducer::{self, AccumulatorLayout, Weights};
-use crate::region::RegionPool;
 use crate::signal::Signal;
 use crate::sink::mean::TileMemory;
 use crate::sums::SumTable;
@@ -47,7 +46,6 @@ impl Aggregator {
             model: None,
             peers: Vec::new(),
             listeners: listeners.clone(),
-            pool: Arc::default(),
             warmed: None,
         };
         if let Some(manifest) = manifest {
@@ -77,7 +75,7 @@ fn accumulator_layout(
     config: &AggregatorConfig,
     manifest: &Manifest,
 ) -> Result<Option<AccumulatorLayout>, AggregatorError> {
-    if matches!(config.averaging, Averaging::Checksum | Averaging::Discard) {
+    if matches!(config.averaging, Averaging::Keep | Averaging::Checksum | Averaging::Discard) {
         return Ok(None);
     }
     for tensor in manifest.tensors() {
@@ -93,7 +91,6 @@ struct Gathering {
     model: Option<(Manifest, Option<AccumulatorLayout>)>,
     peers: Vec<Peer>,
     listeners: Listeners,
-    pool: Arc<RegionPool>,
     /// How the memory of the rounds was prepared, once it is.
     warmed: Option<Phase>,
 }
@@ -107,6 +104,7 @@ struct Agreed {
     signals: Vec<Arc<Signal>>,
     weights: Weights,
     warmed: Phase,
+    admission: Admission,
 }
 
 impl Gathering {
@@ -117,7 +115,7 @@ impl Gathering {
                 event => self.hear(event)?,
             }
         }
-        self.peers.sort_by(|a, b| a.name.cmp(&b.name));
+        self.peers.sort_by(|a, b| (a.rank, &a.name).cmp(&(b.rank, &b.name)));
         Ok(())
     }
 
@@ -132,7 +130,7 @@ impl Gathering {
         let config = &self.aggregator.config;
         let layout = accumulator_layout(config, &manifest)?;
         let sizes = Sizes::new(config, &manifest, layout.as_ref());
-        let (pool, events) = (self.pool.clone(), self.aggregator.sender.clone());
+        let (pool, events) = (self.aggregator.pool.clone(), self.aggregator.sender.clone());
         std::thread::Builder::new().name("warm".into()).spawn(move || {
             let meter = Meter::start("prepare", 0);
             let result = pool.warm(sizes.all()).map(|()| meter.stop(0)).map_err(Into::into);
@@ -168,19 +166,20 @@ impl Gathering {
     }
 
     fn join(&mut self, joined: Joined) -> Result<(), AggregatorError> {
-        let Joined { socket, address, name, examples, header, frame } = joined;
+        let Joined { socket, address, name, examples, header, secret, frame, rank, .. } = joined;
         let ticket = random()?;
-        let key = bind_ticket(&ticket, &frame);
+        let key = bind_ticket(&ticket, &secret, &frame);
+        let wants_header = header.is_empty() && self.model.is_some();
         let deadline = self.aggregator.config.deadline;
         let token = self.peers.len();
         let writer = Arc::new(Writer::new(&socket, deadline)?);
-        let name = printable(&name);
-        let taken = self.peers.iter().any(|peer| peer.name == name);
+        let taken = self.peers.iter().any(|peer| (peer.rank, &peer.name) == (rank, &name));
         let streams = Vec::new();
         let shared = Arc::new(PeerShared::default());
         let (reader, events) = (None, self.aggregator.sender.clone());
         self.peers.push(Peer {
             token,
+            rank,
             name,
             address,
             examples,
@@ -190,12 +189,12 @@ impl Gathering {
             streams,
             ticket,
             key,
+            wants_header,
         });
         let peer = self.peers.last_mut().expect("pushed above");
         let checked = check_name(&peer.name, taken)
             .and_then(|()| check_examples(examples))
-            .and_then(|()| Ok(Manifest::from_header(&header)?))
-            .and_then(|manifest| check_model(self.model.as_ref().map(|(m, _)| m), manifest));
+            .and_then(|()| check_model(self.model.as_ref().map(|(m, _)| m), &header));
         let manifest = checked.map_err(|error| peer.fault(error))?;
         socket.set_read_timeout(Some(deadline))?;
         let shared = peer.shared.clone();
@@ -244,7 +243,7 @@ impl Gathering {
             // Nothing else sets it.
             let _ = peer.shared.sums.set(SumTable::new(&lanes, &signals));
         }
-        self.send_plans(lanes.len())?;
+        let admission = self.send_plans(&manifest, lanes.len())?;
         self.await_streams(lanes.len())?;
         let warmed = loop {
             match self.warmed.take() {
@@ -255,17 +254,22 @@ impl Gathering {
                 }
             }
         };
-        Ok(Agreed { manifest, layout, chunks, lanes, signals, weights, warmed })
+        Ok(Agreed { manifest, layout, chunks, lanes, signals, weights, warmed, admission })
     }
 
-    fn send_plans(&self, streams: usize) -> Result<(), AggregatorError> {
+    fn send_plans(
+        &self,
+        manifest: &Manifest,
+        streams: usize,
+    ) -> Result<Admission, AggregatorError> {
         let config = &self.aggregator.config;
         let session = random()?;
         let clients: HashMap<_, _> = (self.peers.iter().enumerate())
             .map(|(index, peer)| (index as u32, (peer.key, vec![false; streams])))
             .collect();
-        let tickets = Tickets { session, streams: streams as u32, clients };
-        self.aggregator.door.admit(tickets);
+        let (door, events) = (self.aggregator.door.clone(), self.aggregator.sender.clone());
+        door.admit(session, Tickets { streams: streams as u32, clients, events });
+        let admission = Admission { door, session };
         for (index, peer) in self.peers.iter().enumerate() {
             let plan = Plan {
                 session,
@@ -275,11 +279,12 @@ impl Gathering {
                 chunk_bytes: config.chunk_bytes,
                 rounds: config.rounds,
                 deadline_ms: config.deadline.as_millis() as u64,
+                header: if peer.wants_header { manifest.header().to_vec() } else { Vec::new() },
             };
             let sent = peer.writer.send(&AggregatorMessage::Plan(plan));
             sent.map_err(|error| peer.fault(error))?;
         }
-        Ok(())
+        Ok(admission)
     }
 
     fn await_streams(&mut self, streams: usize) -> Result<(), AggregatorError> {
@@ -322,7 +327,7 @@ impl Gathering {
     }
 
     fn into_session(self, agreed: Agreed, heartbeat: Heartbeat) -> Session {
-        let Aggregator { config, door, events, sender, .. } = self.aggregator;
+        let Aggregator { config, pool, events, sender, .. } = self.aggregator;
         Session {
             config,
             manifest: agreed.manifest,
@@ -334,14 +339,14 @@ impl Gathering {
             layout: agreed.layout,
             weights: agreed.weights,
             peers: self.peers,
-            pool: self.pool,
+            pool,
             model: None,
             round: 0,
             phases: vec![agreed.warmed],
             events,
             sender,
             _heartbeat: heartbeat,
-            _door: door,
+            _admission: agreed.admission,
         }
     }
 }
@@ -351,9 +356,14 @@ pub(super) fn refuse_late(socket: TcpStream, address: SocketAddr, clients: usize
     tracing::warn!(
         "a client at {address} came too late: all {clients} clients have joined already"
     );
-    let reason = format!("all {clients} clients have joined already");
-    if let Ok(writer) = Writer::new(&socket, limits::HANDSHAKE) {
-        let _ = writer.send(&AggregatorMessage::Failed { reason });
+    refuse(&socket, &format!("all {clients} clients have joined already"));
+}
+
+/// Tells a visitor why he cannot stay.
+pub(crate) fn refuse(socket: &TcpStream, reason: &str) {
+    if let Ok(writer) = Writer::new(socket, limits::HANDSHAKE) {
+        // A visitor that is gone need not hear it.
+        let _ = writer.send(&AggregatorMessage::Failed { reason: reason.to_owned() });
     }
 }
 
@@ -376,7 +386,12 @@ fn check_examples(examples: f64) -> Result<(), Fault> {
     if examples.is_finite() && examples >= 0.0 { Ok(()) } else { Err(Fault::Examples { examples }) }
 }
 
-fn check_model(session: Option<&Manifest>, client: Manifest) -> Result<Manifest, Fault> {
+/// The manifest behind a client's header, if it is the session's; an empty header asks for that.
+fn check_model(session: Option<&Manifest>, header: &[u8]) -> Result<Manifest, Fault> {
+    if let (Some(session), true) = (session, header.is_empty()) {
+        return Ok(session.clone());
+    }
+    let client = Manifest::from_header(header)?;
     match session.and_then(|session| session.first_difference(&client)) {
         Some(difference) => Err(Fault::Model { difference }),
         None => Ok(client),

@@ -56,12 +56,51 @@ impl Session {
         Ok(())
     }
 
+    /// Makes a region, whose chunks have these checksums, the model, and sends it to every client.
+    ///
+    /// # Errors
+    /// As [`Session::round`].
+    pub(crate) fn send(
+        &mut self,
+        region: Arc<Region>,
+        sums: Vec<u64>,
+    ) -> Result<(), AggregatorError> {
+        self.model = Some(Model { region, sums });
+        self.broadcast()
+    }
+
+    /// The checksums of the update that came from a client in the last round.
+    pub(crate) fn upload_sums(&self, client: usize) -> Vec<u64> {
+        let sums = self.peers.get(client).and_then(|peer| peer.shared.sums.get());
+        sums.map(|sums| sums.all(&self.lanes)).unwrap_or_default()
+    }
+
+    /// The model, and the checksums of its chunks. The session ends without a word.
+    pub(crate) fn into_model(mut self) -> Option<(Arc<Region>, Vec<u64>)> {
+        self.model.take().map(|model| (model.region, model.sums))
+    }
+
     /// Runs one round: every client's update is received and averaged, and the mean becomes the
     /// model. [`Session::broadcast`] then sends it back.
     ///
     /// # Errors
     /// A client that dies, stalls or lies ends the session for all; the error names it.
     pub fn round(&mut self) -> Result<(), AggregatorError> {
+        let staged = self.run_round()?;
+        staged.into_iter().for_each(|region| self.pool.give_back(region));
+        Ok(())
+    }
+
+    /// Runs one round of [`Averaging::Keep`]: every client's update, in client order.
+    ///
+    /// # Errors
+    /// As [`Session::round`].
+    pub fn collect(&mut self) -> Result<Vec<Region>, AggregatorError> {
+        self.run_round()
+    }
+
+    /// Gives the updates that were received whole.
+    fn run_round(&mut self) -> Result<Vec<Region>, AggregatorError> {
         self.round += 1;
         let round = self.round;
         // A client has confirmed the last model before it uploads, so its memory is free.
@@ -70,12 +109,14 @@ impl Session {
             self.pool.give_back(region);
         }
         let received = self.receive_updates();
-        self.model = self.end_on_error(received)?;
+        let (model, staged) = self.end_on_error(received)?;
+        self.model = model;
         let applied = self.tell_each(|_| AggregatorMessage::Applied { round });
-        self.end_on_error(applied)
+        self.end_on_error(applied)?;
+        Ok(staged)
     }
 
-    fn receive_updates(&mut self) -> Result<Option<Model>, AggregatorError> {
+    fn receive_updates(&mut self) -> Result<(Option<Model>, Vec<Region>), AggregatorError> {
         let round = self.round;
         let clock = UploadClock::start(round);
         let mut regions = self.take_regions()?;
@@ -86,7 +127,7 @@ impl Session {
         self.tell_each(|_| AggregatorMessage::Upload { round })?;
         match self.config.averaging {
             Averaging::Streaming => self.stream(&mut regions, &mut sums, &clock)?,
-            Averaging::Staged => self.stage(&mut regions, &clock)?,
+            Averaging::Staged | Averaging::Keep => self.stage(&mut regions, &clock)?,
             Averaging::Checksum | Averaging::Discard => self.drop_updates(&clock)?,
         }
         self.watch(Some(&clock)).await_uploads()?;
@@ -101,8 +142,8 @@ impl Session {
         }
         let Regions { mut accumulator, model, staged } = regions;
         let region = model.or_else(|| accumulator.take());
-        self.keep_regions(Regions { accumulator, model: None, staged });
-        Ok(region.map(|region| Model { region: Arc::new(region), sums }))
+        accumulator.into_iter().for_each(|region| self.pool.give_back(region));
+        Ok((region.map(|region| Model { region: Arc::new(region), sums }), staged))
     }
 
     /// Averages while the bytes arrive.
@@ -180,10 +221,8 @@ impl Session {
         regions: &'s mut Regions,
         sums: &'s mut [u64],
     ) -> Result<Vec<MeanSink<'s>>, AggregatorError> {
-        let (Some(layout), Some(accumulator)) = (&self.layout, &mut regions.accumulator) else {
-            return Ok(Vec::new());
-        };
-        let mut accumulator = accumulator.bytes_mut().0;
+        let Some(layout) = &self.layout else { return Ok(Vec::new()) };
+        let mut accumulator = regions.accumulator.as_mut().map(|region| region.bytes_mut().0);
         let mut model = regions.model.as_mut().map(|model| model.bytes_mut().0);
         let mut sums = sums;
         let mut position = 0;
@@ -191,9 +230,12 @@ impl Session {
         for (lane, tiles) in self.lanes.iter().zip(&self.tiles) {
             let bytes = self.chunks.bytes_of(lane);
             let span = layout.span(bytes.clone()).map_err(SinkError::from)?;
-            // The gap that aligns a run belongs to nobody.
-            let (_, from) = accumulator.split_at_mut((span.start - position) as usize);
-            let (lane_sums, rest) = from.split_at_mut((span.end - span.start) as usize);
+            let cut = |sums: &'s mut [u8]| {
+                // The gap that aligns a run belongs to nobody.
+                let (_, from) = sums.split_at_mut((span.start - position) as usize);
+                from.split_at_mut((span.end - span.start) as usize)
+            };
+            let (lane_sums, rest) = accumulator.map(cut).unzip();
             (accumulator, position) = (rest, span.end);
             let (lane_model, rest) =
                 model.map(|model| model.split_at_mut((bytes.end - bytes.start) as usize)).unzip();
@@ -316,13 +358,6 @@ impl Session {
             model: sizes.model.map(take).transpose()?,
             staged: sizes.staged.into_iter().map(take).collect::<Result<_, _>>()?,
         })
-    }
-
-    fn keep_regions(&self, regions: Regions) {
-        let Regions { accumulator, model, staged } = regions;
-        for region in accumulator.into_iter().chain(model).chain(staged) {
-            self.pool.give_back(region);
-        }
     }
 
     fn watch<'s>(&'s self, clock: Option<&'s UploadClock>) -> Watch<'s> {

@@ -284,6 +284,9 @@ pub enum SinkError {
     /// A path put bytes where the sink has no place for them.
     #[error("the receive path put bytes where this sink has no place; use another receive path")]
     NoLanding,
+    /// A fault of this program.
+    #[error("sums of a chunk have no place; please report this")]
+    NoSums,
     /// The operating system refused.
     #[error("cannot {action} {}: {cause}", path.display())]
     Io {

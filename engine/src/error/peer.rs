@@ -2,8 +2,10 @@
 
 use std::io;
 use std::ops::Range;
+use std::time::Duration;
 
 use super::{ManifestError, ReducerError, RegionError, SinkError, SourceError};
+use crate::wire::hello::Secret;
 
 /// Bytes that are not this protocol.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -361,6 +363,81 @@ pub enum AggregatorError {
     Host(#[from] io::Error),
 }
 
+/// Why an exchange could not receive an update, or make a mean.
+#[derive(Debug, thiserror::Error)]
+pub enum ExchangeError {
+    /// One client; the others are as they were.
+    #[error("{error}")]
+    Update {
+        /// The secret of its update.
+        secret: Secret,
+        /// What happened to it.
+        #[source]
+        error: Box<AggregatorError>,
+    },
+    /// Its client has not come.
+    #[error("no client came with the update within {:.1} s: it is gone, or cannot reach this port", seconds.as_secs_f64())]
+    Missing {
+        /// The secret of its update.
+        secret: Secret,
+        /// How long it was awaited.
+        seconds: Duration,
+    },
+    /// Its model is another one.
+    #[error("an update differs from the others: {difference}")]
+    Model {
+        /// The secret of the update.
+        secret: Secret,
+        /// The first tensor that differs, and how.
+        difference: String,
+    },
+    /// An update that nobody said would come.
+    #[error("an update is wanted that was never expected, or is released already")]
+    NotExpected {
+        /// Its secret.
+        secret: Secret,
+    },
+    /// A mean of nothing.
+    #[error("there is no update to average")]
+    Nobody,
+    /// The exchange ends.
+    #[error("the exchange was closed")]
+    Closed,
+    /// Memory of another size than the model's.
+    #[error("the memory has {bytes} bytes and the model {model_bytes}")]
+    Size {
+        /// Bytes of the memory.
+        bytes: u64,
+        /// Bytes of the model.
+        model_bytes: u64,
+    },
+    /// A header that describes no model.
+    #[error(transparent)]
+    Manifest(#[from] ManifestError),
+    /// Memory.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// Something that is no client's fault.
+    #[error(transparent)]
+    Aggregator(#[from] AggregatorError),
+    /// The host.
+    #[error("the host refused a thread or descriptor: {0}")]
+    Host(#[from] io::Error),
+}
+
+impl ExchangeError {
+    /// The update that is to blame, if one is.
+    pub fn culprit(&self) -> Option<Secret> {
+        match self {
+            ExchangeError::Update { secret, .. }
+            | ExchangeError::Missing { secret, .. }
+            | ExchangeError::Model { secret, .. }
+            | ExchangeError::NotExpected { secret } => Some(*secret),
+            _ => None,
+        }
+    }
+}
+
 /// Why a client ended early.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
@@ -405,6 +482,12 @@ pub enum ClientError {
         address: String,
         /// Its words.
         reason: String,
+    },
+    /// What it came for is not there, or not any more.
+    #[error("aggregator {address}: there is no such model or update here any more")]
+    NotWanted {
+        /// Its address.
+        address: String,
     },
     /// A plan that no honest aggregator makes.
     #[error("aggregator {address} sent a plan that is not valid: {why}")]

@@ -22,8 +22,8 @@ pub struct MeanSink<'a> {
     weights: &'a Weights,
     layout: &'a AccumulatorLayout,
     /// The lane's slice of the accumulator, and the accumulator byte at which it starts. Holds the
-    /// sums that have no tile.
-    accumulator: &'a mut [u8],
+    /// sums that have no tile; without one no more than [`limits::MEAN_TILES`] may be begun.
+    accumulator: Option<&'a mut [u8]>,
     accumulator_start: u64,
     /// The lane's slice of the new model, and the model byte at which it starts. Without one the
     /// mean takes the place of the sums.
@@ -72,8 +72,8 @@ impl Tile {
 
 /// Slices of one lane, cut from the accumulator, the model and its checksums.
 pub struct MeanSlices<'a> {
-    /// Bytes of the accumulator.
-    pub accumulator: &'a mut [u8],
+    /// Bytes of the accumulator, unless every chunk comes from all clients before the next one.
+    pub accumulator: Option<&'a mut [u8]>,
     /// Bytes of the model, unless it takes the accumulator's place.
     pub model: Option<&'a mut [u8]>,
     /// One for each chunk.
@@ -164,7 +164,8 @@ impl<'a> MeanSink<'a> {
         let memory = self.memory(place.len())?;
         let mut tile = Tile { chunk: chunk.index, place: place.clone(), memory, held: None };
         if !first {
-            tile.bytes().copy_from_slice(&self.accumulator[place]);
+            let sums = self.accumulator.as_deref().ok_or(SinkError::NoSums)?;
+            tile.bytes().copy_from_slice(&sums[place]);
         }
         Ok(tile)
     }
@@ -197,7 +198,8 @@ impl<'a> MeanSink<'a> {
         let Some(mut tile) = self.tiles.pop_front() else { return Ok(()) };
         tile.settle()?;
         let place = tile.place.clone();
-        store_past_cache(&mut self.accumulator[place], tile.bytes());
+        let sums = self.accumulator.as_deref_mut().ok_or(SinkError::NoSums)?;
+        store_past_cache(&mut sums[place], tile.bytes());
         self.spare.push(tile.memory);
         Ok(())
     }
@@ -214,9 +216,10 @@ impl<'a> MeanSink<'a> {
     ) -> Result<(), SinkError> {
         tile.settle()?;
         let start = (chunk.bytes.start - self.model_start) as usize;
-        let mean = match &mut self.model {
-            Some(model) => &mut model[start..start + payload.len()],
-            None => &mut self.accumulator[tile.place.clone()],
+        let mean = match (&mut self.model, &mut self.accumulator) {
+            (Some(model), _) => &mut model[start..start + payload.len()],
+            (None, Some(sums)) => &mut sums[tile.place.clone()],
+            (None, None) => return Err(SinkError::NoSums),
         };
         // Whole blocks of the payload have whole blocks of sums.
         let sums_bytes = BLOCK_BYTES * tile.place.len() / payload.len().max(1);

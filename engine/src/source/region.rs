@@ -87,7 +87,7 @@ impl Source for RegionSource<'_> {
     }
 
     fn file(&self) -> Option<(BorrowedFd<'_>, u64)> {
-        Some((self.region.file(), 0))
+        Some((self.region.file(), self.region.position()))
     }
 
     fn checksums(&self, chunk_bytes: u64) -> Option<&[u64]> {

@@ -65,6 +65,22 @@ impl Mapping {
         Ok(mapping)
     }
 
+    /// Where a mapping of a file may begin: a multiple of this.
+    pub const ALIGN_BYTES: u64 = 4096;
+
+    /// Maps `bytes` bytes of a file that somebody else made, from `position` on. The pages are
+    /// there already, or come when they are touched.
+    pub fn adopt(file: OwnedFd, position: u64, bytes: u64) -> io::Result<Mapping> {
+        let mapped_bytes = usize::try_from(bytes.max(1)).map_err(|_| io::ErrorKind::OutOfMemory)?;
+        let flags = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice aliases nothing.
+        let start = unsafe {
+            mm::mmap(std::ptr::null_mut(), mapped_bytes, flags, MapFlags::SHARED, &file, position)?
+        };
+        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Mapping { start, mapped_bytes, file, pages: Pages::Base })
+    }
+
     /// Brings every page in, so that a lack of memory is an error here and not SIGBUS later. The
     /// kernel clears pages at the speed of one core, so several share the work.
     fn populate(&self) -> io::Result<()> {

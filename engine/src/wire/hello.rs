@@ -9,7 +9,7 @@ use crate::error::WireError;
 pub const MAGIC: [u8; 8] = *b"fedlane\0";
 
 /// Version of everything in this module and in [`super::message`].
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// What a connection carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,10 +104,46 @@ pub type SessionId = [u8; 16];
 /// The secret that admits one client's data channels. It travels on the control channel.
 pub type Ticket = [u8; 32];
 
-/// The key of the proofs: the ticket, bound to the `Join` that it answers, in its frame. A weight or
-/// name that was changed on the way admits no data channel.
-pub fn bind_ticket(ticket: &Ticket, join_frame: &[u8]) -> Ticket {
-    *blake3::keyed_hash(ticket, join_frame).as_bytes()
+/// What a client comes for, as it may be seen by everyone.
+pub type Place = [u8; 16];
+
+/// What two peers know of each other before they meet, where one port serves many transfers. It
+/// never travels: it names a [`Place`], and the proofs of data channels need it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Secret([u8; 32]);
+
+impl std::fmt::Debug for Secret {
+    /// The place only: what is logged must not open it.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Secret for {:02x?}", self.place())
+    }
+}
+
+impl Secret {
+    /// No secret, for an aggregator with one session that is open to all.
+    pub const OPEN: Secret = Secret([0; 32]);
+
+    /// A secret that was agreed on elsewhere.
+    pub fn new(bytes: [u8; 32]) -> Secret {
+        Secret(bytes)
+    }
+
+    /// The place that it opens; zeros for [`Secret::OPEN`].
+    pub fn place(&self) -> Place {
+        let mut place = [0; 16];
+        if *self != Secret::OPEN {
+            let name = blake3::derive_key("fedlane 2026 place", &self.0);
+            place.copy_from_slice(&name[..16]);
+        }
+        place
+    }
+}
+
+/// The key of the proofs: the ticket, bound to the secret and to the `Join` that it answers, in its
+/// frame. A weight or name that was changed on the way admits no data channel, nor does a ticket
+/// that was overheard where there is a secret.
+pub fn bind_ticket(ticket: &Ticket, secret: &Secret, join_frame: &[u8]) -> Ticket {
+    *blake3::Hasher::new_keyed(ticket).update(&secret.0).update(join_frame).finalize().as_bytes()
 }
 
 /// Follows the preamble on a data channel: which stream this is, and the proof that it may be.
@@ -127,6 +163,11 @@ impl DataHello {
     pub fn new(session: SessionId, client: u32, stream: u32, ticket: &Ticket) -> DataHello {
         let mac = mac(&session, client, stream, ticket);
         DataHello { session, client: U32::new(client), stream: U32::new(stream), mac }
+    }
+
+    /// Which session it asks for.
+    pub fn session(&self) -> SessionId {
+        self.session
     }
 
     /// Which client says it is calling; not proven before [`DataHello::is_admitted_by`].

@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::hello::{SessionId, Ticket};
+use super::hello::{Place, SessionId, Ticket};
 
 /// A checksum as it travels: eight bytes, little-endian.
 pub type WireSum = [u8; 8];
@@ -17,8 +17,10 @@ pub enum ClientMessage {
         name: String,
         /// Number of training examples: the weight in the mean.
         examples: f64,
-        /// The safetensors header of the client's model.
+        /// The safetensors header of the client's model; empty to be told it.
         header: Vec<u8>,
+        /// What it comes for; zeros for the only session of an aggregator.
+        place: Place,
     },
     /// The upload of this round begins: from now on bytes are expected.
     Uploading {
@@ -45,6 +47,13 @@ pub enum ClientMessage {
     Failed {
         /// One line for people.
         reason: String,
+    },
+    /// First message of a client that only asks whether it could join: answered by `Done`.
+    Call {
+        /// Name for logs.
+        name: String,
+        /// What it would come for.
+        place: Place,
     },
 }
 
@@ -106,4 +115,6 @@ pub struct Plan {
     pub rounds: u32,
     /// Silence, in milliseconds, after which either side gives the other up.
     pub deadline_ms: u64,
+    /// The safetensors header of the model, for a client that has joined without one.
+    pub header: Vec<u8>,
 }

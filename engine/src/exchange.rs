@@ -1,0 +1,281 @@
+//! One port for many transfers: models on offer, and updates that wait until they are wanted.
+//!
+//! Every transfer has a [`Secret`], which both sides learn elsewhere. Clients dial: [`fetch`] takes
+//! a model that is on offer; a [`Deposit`] joins with its update and waits, for as long as it may
+//! take, until the [`Exchange`] collects or averages it. Nothing is sent before that, so the
+//! exchange alone decides whose updates count and how many come at once. An update stays where it
+//! is until the exchange releases it: a transfer that breaks can be repeated.
+
+mod client;
+mod places;
+
+use std::io;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::aggregator::door::Door;
+use crate::aggregator::{Aggregator, AggregatorConfig, Averaging, default_streams};
+use crate::control::{self, Congestion};
+use crate::error::{AggregatorError, ExchangeError};
+use crate::lane::receive::Order;
+use crate::limits;
+use crate::manifest::Manifest;
+use crate::region::{Region, RegionPool};
+use crate::source::region::RegionSource;
+use crate::wire::hello::Secret;
+
+pub use client::{Deposit, LineConfig, call, fetch};
+use places::Places;
+
+/// A model or update in a region, with the checksums of its chunks.
+pub struct Parcel {
+    manifest: Manifest,
+    /// Given back to the pool when nobody needs it any more.
+    region: Option<Arc<Region>>,
+    sums: Vec<u64>,
+    pool: Arc<RegionPool>,
+}
+
+impl Parcel {
+    /// Wraps a filled region.
+    ///
+    /// # Errors
+    /// A region that is not as large as the model.
+    pub fn new(
+        manifest: Manifest,
+        region: Region,
+        pool: &Arc<RegionPool>,
+    ) -> Result<Parcel, ExchangeError> {
+        let (bytes, model_bytes) = (region.bytes().len() as u64, manifest.data_bytes());
+        if bytes != model_bytes {
+            return Err(ExchangeError::Size { bytes, model_bytes });
+        }
+        let chunks = manifest.chunks(limits::CHUNK_BYTES)?;
+        let sums = RegionSource::seal(&manifest, &region, &chunks, default_streams()).into_sums();
+        Ok(Parcel::sealed(manifest, Arc::new(region), sums, pool))
+    }
+
+    /// Wraps the part of another process's memory file that begins at `position`.
+    ///
+    /// # Errors
+    /// A file that is too short, or cannot be mapped.
+    pub fn adopt(
+        manifest: Manifest,
+        file: OwnedFd,
+        position: u64,
+    ) -> Result<Parcel, ExchangeError> {
+        let region = Region::adopt(file, position, manifest.data_bytes())?;
+        // Nobody takes from this pool: the memory is another's.
+        Parcel::new(manifest, region, &Arc::default())
+    }
+
+    fn sealed(
+        manifest: Manifest,
+        region: Arc<Region>,
+        sums: Vec<u64>,
+        pool: &Arc<RegionPool>,
+    ) -> Parcel {
+        Parcel { manifest, region: Some(region), sums, pool: pool.clone() }
+    }
+
+    /// What the bytes mean.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// The bytes.
+    pub fn region(&self) -> &Arc<Region> {
+        self.region.as_ref().expect("taken in drop only")
+    }
+
+    fn source(&self) -> RegionSource<'_> {
+        let sums = self.sums.clone();
+        RegionSource::new(&self.manifest, self.region(), limits::CHUNK_BYTES, sums)
+    }
+}
+
+impl Drop for Parcel {
+    fn drop(&mut self) {
+        if let Some(region) = self.region.take().and_then(Arc::into_inner) {
+            self.pool.give_back(region);
+        }
+    }
+}
+
+/// How an exchange works.
+#[derive(Clone, Debug)]
+pub struct ExchangeConfig {
+    /// Silence after which a peer is given up.
+    pub deadline: Duration,
+    /// Data channels of each client.
+    pub streams: usize,
+    /// Congestion control of the data channels.
+    pub congestion: Congestion,
+}
+
+impl Default for ExchangeConfig {
+    fn default() -> Self {
+        ExchangeConfig {
+            deadline: limits::DEADLINE,
+            streams: default_streams(),
+            congestion: Congestion::Auto,
+        }
+    }
+}
+
+/// A listening port where models are offered and updates are awaited.
+pub struct Exchange {
+    config: ExchangeConfig,
+    address: SocketAddr,
+    pool: Arc<RegionPool>,
+    places: Arc<Places>,
+    door: Arc<Door>,
+}
+
+/// An update that is wanted, and its weight in the mean.
+#[derive(Clone, Copy, Debug)]
+pub struct Wanted {
+    /// The secret of its place.
+    pub secret: Secret,
+    /// Its weight.
+    pub weight: f64,
+}
+
+impl Exchange {
+    /// Listens on `address`.
+    pub fn listen(
+        address: impl ToSocketAddrs + std::fmt::Display,
+        config: ExchangeConfig,
+    ) -> Result<Exchange, AggregatorError> {
+        let listen = |source| AggregatorError::Listen { address: address.to_string(), source };
+        let listener = control::listen(&address, &config.congestion).map_err(listen)?;
+        let bound = listener.local_addr().map_err(listen)?;
+        let pool = Arc::new(RegionPool::default());
+        let places = Arc::new(Places::new(session_config(&config, Averaging::Keep), pool.clone()));
+        let reception = places.clone();
+        let welcome = Box::new(move |visit| reception.receive(visit));
+        let door = Door::open(listener, config.congestion.clone(), welcome).map_err(listen)?;
+        let door = Arc::new(door);
+        places.open(&door, bound)?;
+        Ok(Exchange { config, address: bound, pool, places, door })
+    }
+
+    /// Where clients can dial.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Memory for parcels of this exchange.
+    pub fn pool(&self) -> &Arc<RegionPool> {
+        &self.pool
+    }
+
+    /// Offers a model to everyone who knows `secret`, until it is withdrawn.
+    pub fn offer(&self, secret: Secret, model: Arc<Parcel>) {
+        self.places.offer(secret, model);
+    }
+
+    /// Awaits the update whose client knows `secret`.
+    pub fn expect(&self, secret: Secret) {
+        self.places.expect(secret);
+    }
+
+    /// Closes a place: an offer ends, and a waiting client hears that its update is released.
+    pub fn release(&self, secret: Secret) {
+        self.places.release(secret);
+    }
+
+    /// Whether a client of this name has ever come.
+    pub fn has_met(&self, name: &str) -> bool {
+        self.places.has_met(name)
+    }
+
+    /// Receives one update whole. Waits for its client for at most `patience`.
+    ///
+    /// # Errors
+    /// A client that does not come, dies, stalls or lies. Its update can be asked for again.
+    pub fn collect(&self, secret: Secret, patience: Duration) -> Result<Parcel, ExchangeError> {
+        let (mut clients, manifest) = self.places.take(&[secret], patience)?;
+        let label = clients[0].label();
+        clients[0].examples = 1.0;
+        let received = self.aggregator(clients, Averaging::Keep).and_then(|aggregator| {
+            let mut session = aggregator.gather(Some(manifest.clone()))?;
+            let updates = session.collect()?;
+            Ok((session.upload_sums(0), updates, session))
+        });
+        let (sums, mut updates, session) =
+            received.map_err(|error| blame(error, &[(label, secret)]))?;
+        // What has been received stays so, whether or not the client hears it.
+        let _ = session.finish();
+        let region = updates.pop().ok_or_else(|| io::Error::other("no update"))?;
+        Ok(Parcel::sealed(manifest, Arc::new(region), sums, &self.pool))
+    }
+
+    /// Averages updates while they come, in the order given. Waits for their clients for at most
+    /// `patience`. They stay with their clients until they are released.
+    ///
+    /// # Errors
+    /// A client that does not come, dies, stalls or lies is named by its secret. Nothing of the
+    /// mean is kept then; without that client it can be asked for again.
+    pub fn average(&self, wanted: &[Wanted], patience: Duration) -> Result<Parcel, ExchangeError> {
+        let secrets: Vec<Secret> = wanted.iter().map(|wanted| wanted.secret).collect();
+        let (mut clients, manifest) = self.places.take(&secrets, patience)?;
+        for (rank, (client, wanted)) in clients.iter_mut().zip(wanted).enumerate() {
+            (client.rank, client.examples) = (rank, wanted.weight);
+        }
+        let who: Vec<(String, Secret)> =
+            clients.iter().map(|client| client.label()).zip(secrets).collect();
+        let averaged = self.aggregator(clients, Averaging::Streaming).and_then(|aggregator| {
+            let mut session = aggregator.gather(Some(manifest.clone()))?;
+            session.round()?;
+            Ok(session.into_model())
+        });
+        let (region, sums) = averaged
+            .map_err(|error| blame(error, &who))?
+            .ok_or_else(|| io::Error::other("no model"))?;
+        Ok(Parcel::sealed(manifest, region, sums, &self.pool))
+    }
+
+    fn aggregator(
+        &self,
+        clients: Vec<Box<crate::aggregator::Joined>>,
+        averaging: Averaging,
+    ) -> Result<Aggregator, AggregatorError> {
+        let config = session_config(&self.config, averaging);
+        Aggregator::of(self.door.clone(), self.address, self.pool.clone(), config, clients)
+    }
+}
+
+impl Drop for Exchange {
+    fn drop(&mut self) {
+        self.places.close();
+    }
+}
+
+fn session_config(config: &ExchangeConfig, averaging: Averaging) -> AggregatorConfig {
+    AggregatorConfig {
+        streams: config.streams,
+        deadline: config.deadline,
+        // The same bits whoever is faster; and sums need no memory beyond their tiles.
+        order: Order::Client,
+        averaging,
+        congestion: config.congestion.clone(),
+        ..AggregatorConfig::default()
+    }
+}
+
+/// Finds the client that an error names.
+fn blame(error: AggregatorError, who: &[(String, Secret)]) -> ExchangeError {
+    let named = match &error {
+        AggregatorError::Client { client, .. } => {
+            who.iter().find(|(label, _)| label == client).map(|(_, secret)| *secret)
+        }
+        _ => None,
+    };
+    match named {
+        Some(secret) => ExchangeError::Update { secret, error: Box::new(error) },
+        None => error.into(),
+    }
+}
