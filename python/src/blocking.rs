@@ -1,0 +1,62 @@
+//! Calls that wait: without the GIL, and so that Ctrl-C ends them.
+
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::time::Duration;
+
+use pyo3::prelude::*;
+
+use crate::errors::FedlaneError;
+
+/// How often a waiting call looks for Ctrl-C. A result is never waited for: it wakes the caller.
+const SIGNAL_CHECK: Duration = Duration::from_millis(50);
+
+/// How long a cancelled call may take to end. After that it is left to end by itself: its thread
+/// owns all it uses.
+const CANCEL_PATIENCE: Duration = Duration::from_secs(2);
+
+/// Runs `work` on a thread of its own and waits for it without the GIL. `tick` is called with the
+/// GIL every 50 ms; when it or a Python signal handler raises, `cancel` has to make `work` end.
+pub fn run_ticking<T: Send + 'static>(
+    py: Python<'_>,
+    work: impl FnOnce() -> T + Send + 'static,
+    cancel: impl Fn(),
+    mut tick: impl FnMut(Python<'_>) -> PyResult<()>,
+) -> PyResult<T> {
+    let (sender, mut result) = mpsc::channel();
+    std::thread::Builder::new().name("fedlane".into()).spawn(move || {
+        // Nobody waits any more for a call that took too long to cancel.
+        let _ = sender.send(work());
+    })?;
+    loop {
+        match wait(py, &mut result, SIGNAL_CHECK) {
+            Ok(value) => return Ok(value),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(FedlaneError::new_err("fedlane panicked; please report this"));
+            }
+        }
+        if let Err(interrupt) = py.check_signals().and_then(|()| tick(py)) {
+            cancel();
+            // What it returns now is what cancelling made of it.
+            let _ = wait(py, &mut result, CANCEL_PATIENCE);
+            return Err(interrupt);
+        }
+    }
+}
+
+/// [`run_ticking`] without a tick.
+pub fn run<T: Send + 'static>(
+    py: Python<'_>,
+    work: impl FnOnce() -> T + Send + 'static,
+    cancel: impl Fn(),
+) -> PyResult<T> {
+    run_ticking(py, work, cancel, |_| Ok(()))
+}
+
+fn wait<T: Send>(
+    py: Python<'_>,
+    result: &mut Receiver<T>,
+    patience: Duration,
+) -> Result<T, RecvTimeoutError> {
+    py.detach(move || result.recv_timeout(patience))
+}
