@@ -192,6 +192,18 @@ impl Exchange {
         self.places.has_met(name)
     }
 
+    /// The layout of an update, once its client has come.
+    ///
+    /// # Errors
+    /// A client that does not come within `patience`.
+    pub fn await_update(
+        &self,
+        secret: Secret,
+        patience: Duration,
+    ) -> Result<Manifest, ExchangeError> {
+        self.places.await_update(secret, patience)
+    }
+
     /// Receives one update whole. Waits for its client for at most `patience`.
     ///
     /// # Errors

@@ -8,7 +8,7 @@ use pyo3::exceptions::{PyException, PyOSError, PyValueError};
 use pyo3::prelude::*;
 
 use fedlane::error::{
-    AggregatorError, ClientError, ManifestError, RegionError, SinkError, SourceError,
+    AggregatorError, ClientError, ExchangeError, ManifestError, RegionError, SinkError, SourceError,
 };
 
 create_exception!(
@@ -123,6 +123,7 @@ impl IntoPyErr for ClientError {
             | ClientError::Refused { .. }
             | ClientError::Transfer { .. }
             | ClientError::Ended { .. }
+            | ClientError::NotWanted { .. }
             | ClientError::Plan { .. }
             | ClientError::Digest { .. } => PeerError::new_err(text),
             ClientError::Model { .. } => ModelError::new_err(text),
@@ -131,6 +132,29 @@ impl IntoPyErr for ClientError {
             ClientError::Sink(error) => error.into_py_err(),
             _ => FedlaneError::new_err(text),
         }
+    }
+}
+
+impl IntoPyErr for ExchangeError {
+    /// The update to blame, if one is, is the attribute `key`.
+    fn into_py_err(self) -> PyErr {
+        let (text, culprit) = (self.to_string(), self.culprit());
+        let error = match self {
+            ExchangeError::Manifest(_) | ExchangeError::Size { .. } => ModelError::new_err(text),
+            ExchangeError::Region(_) => OutOfMemory::new_err(text),
+            ExchangeError::Aggregator(error) => error.into_py_err(),
+            ExchangeError::Host(_) | ExchangeError::Closed | ExchangeError::Nobody => {
+                FedlaneError::new_err(text)
+            }
+            _ => PeerError::new_err(text),
+        };
+        if let Some(secret) = culprit {
+            Python::attach(|py| {
+                // An exception always takes attributes.
+                let _ = error.value(py).setattr("key", pyo3::types::PyBytes::new(py, secret.bytes()));
+            });
+        }
+        error
     }
 }
 

@@ -107,12 +107,21 @@ impl Places {
         self.rooms().met.contains(name)
     }
 
-    /// Takes the clients of `secrets` out of their places, once all have come, with their model.
-    pub fn take(
+    pub fn await_update(
+        &self,
+        secret: Secret,
+        patience: Duration,
+    ) -> Result<Manifest, ExchangeError> {
+        let rooms = self.await_all(&[secret], patience)?;
+        rooms.waiting(&secret).map(|waiting| waiting.manifest.clone()).ok_or(ExchangeError::Nobody)
+    }
+
+    /// Waits until all clients of `secrets` have come.
+    fn await_all(
         &self,
         secrets: &[Secret],
         patience: Duration,
-    ) -> Result<(Vec<Box<Joined>>, Manifest), ExchangeError> {
+    ) -> Result<MutexGuard<'_, Rooms>, ExchangeError> {
         let until = Instant::now() + patience;
         let mut rooms = self.rooms();
         while let Some(missing) = rooms.missing(secrets)? {
@@ -126,6 +135,16 @@ impl Places {
             rooms =
                 self.changed.wait_timeout(rooms, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+        Ok(rooms)
+    }
+
+    /// Takes the clients of `secrets` out of their places, once all have come, with their model.
+    pub fn take(
+        &self,
+        secrets: &[Secret],
+        patience: Duration,
+    ) -> Result<(Vec<Box<Joined>>, Manifest), ExchangeError> {
+        let mut rooms = self.await_all(secrets, patience)?;
         let first = secrets.first().and_then(|secret| rooms.waiting(secret));
         let manifest = first.ok_or(ExchangeError::Nobody)?.manifest.clone();
         for secret in secrets {

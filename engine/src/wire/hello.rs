@@ -128,6 +128,11 @@ impl Secret {
         Secret(bytes)
     }
 
+    /// The secret itself.
+    pub fn bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+
     /// The place that it opens; zeros for [`Secret::OPEN`].
     pub fn place(&self) -> Place {
         let mut place = [0; 16];

@@ -1,0 +1,300 @@
+//! The exchange, for `fedlane.flower`: models on offer, updates that wait, and their memory.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use fedlane::exchange::{self, ExchangeConfig, LineConfig, Wanted};
+use fedlane::manifest::{Dtype, Manifest};
+use fedlane::region::{Region, RegionPool};
+use fedlane::wire::hello::Secret;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::blocking;
+use crate::dtypes;
+use crate::errors::OrRaise;
+
+/// Adds the classes and functions to the module.
+pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Pool>()?;
+    module.add_class::<Memory>()?;
+    module.add_class::<Parcel>()?;
+    module.add_class::<Exchange>()?;
+    module.add_class::<Deposit>()?;
+    module.add_function(wrap_pyfunction!(fetch, module)?)?;
+    module.add_function(wrap_pyfunction!(call, module)?)?;
+    module.add_function(wrap_pyfunction!(header, module)?)?;
+    module.add_function(wrap_pyfunction!(tensors, module)?)
+}
+
+fn secret(bytes: [u8; 32]) -> Secret {
+    Secret::new(bytes)
+}
+
+fn seconds(value: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(value)
+        .map_err(|error| PyValueError::new_err(format!("{value} s is no time to wait: {error}")))
+}
+
+/// The safetensors header of tensors (name, dtype, shape) that follow each other without holes.
+#[pyfunction]
+fn header<'py>(
+    py: Python<'py>,
+    tensors: Vec<(String, String, Vec<u64>)>,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let mut described: Vec<(String, Dtype, Vec<u64>)> = Vec::new();
+    for (name, dtype, shape) in tensors {
+        described.push((name, dtypes::parse(&dtype)?, shape));
+    }
+    let manifest = Manifest::from_tensors(described, &Default::default()).or_raise()?;
+    Ok(PyBytes::new(py, manifest.header()))
+}
+
+type Described = (String, &'static str, Vec<u64>, u64, u64);
+
+/// The tensors of a header: name, dtype, shape, and the bytes they begin and end at.
+#[pyfunction]
+fn tensors(header: &[u8]) -> PyResult<Vec<Described>> {
+    let manifest = Manifest::from_header(header).or_raise()?;
+    let describe = |tensor: &fedlane::manifest::Tensor| {
+        let dtype = dtypes::name(tensor.dtype)?;
+        let (begin, end) = (tensor.range.start, tensor.range.end);
+        Ok((tensor.name.clone(), dtype, tensor.shape.clone(), begin, end))
+    };
+    manifest.tensors().iter().map(describe).collect()
+}
+
+/// Warm memory: what was used and given back serves again.
+#[pyclass(frozen)]
+pub struct Pool(Arc<RegionPool>);
+
+#[pymethods]
+impl Pool {
+    #[new]
+    fn new() -> Pool {
+        Pool(Arc::default())
+    }
+
+    /// Memory of `nbytes` bytes, which goes back to the pool when nothing refers to it.
+    fn take(&self, py: Python<'_>, nbytes: u64) -> PyResult<Memory> {
+        let region = py.detach(|| self.0.take(nbytes)).or_raise()?;
+        Ok(Memory { region: Some(region), pool: self.0.clone() })
+    }
+}
+
+/// Memory of a pool.
+#[pyclass(frozen, weakref)]
+pub struct Memory {
+    region: Option<Region>,
+    pool: Arc<RegionPool>,
+}
+
+#[pymethods]
+impl Memory {
+    /// The memory file; byte 0 is at position 0.
+    fn fileno(&self) -> i32 {
+        self.region.as_ref().map_or(-1, |region| region.file().as_raw_fd())
+    }
+
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.region.as_ref().map_or(0, |region| region.bytes().len())
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if let Some(region) = self.region.take() {
+            self.pool.give_back(region);
+        }
+    }
+}
+
+/// A model or update in a memory file, with the checksums of its chunks.
+#[pyclass(frozen, weakref)]
+pub struct Parcel(Arc<exchange::Parcel>);
+
+#[pymethods]
+impl Parcel {
+    /// The bytes of memory file `fd` from `position` on, which `header` describes.
+    #[staticmethod]
+    fn adopt(py: Python<'_>, header: &[u8], fd: i32, position: u64) -> PyResult<Parcel> {
+        let manifest = Manifest::from_header(header).or_raise()?;
+        let file = duplicate(fd)?;
+        let parcel = py.detach(|| exchange::Parcel::adopt(manifest, file, position)).or_raise()?;
+        Ok(Parcel(Arc::new(parcel)))
+    }
+
+    #[getter]
+    fn header<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, self.0.manifest().header())
+    }
+
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.0.manifest().data_bytes()
+    }
+
+    /// Where the first byte stands in the memory file.
+    #[getter]
+    fn position(&self) -> u64 {
+        self.0.region().position()
+    }
+
+    /// The memory file.
+    fn fileno(&self) -> i32 {
+        self.0.region().file().as_raw_fd()
+    }
+}
+
+fn duplicate(fd: i32) -> PyResult<OwnedFd> {
+    crate::descriptor::duplicate(fd).map_err(|error| {
+        PyValueError::new_err(format!("file descriptor {fd} cannot be used: {error}"))
+    })
+}
+
+/// A listening port where models are offered and updates are awaited.
+#[pyclass(frozen)]
+pub struct Exchange(Arc<exchange::Exchange>);
+
+#[pymethods]
+impl Exchange {
+    /// Listens on `host` and `port`; port 0 takes a free one.
+    #[new]
+    #[pyo3(signature = (host, port, *, deadline_s = 30.0, streams = None))]
+    fn new(host: &str, port: u16, deadline_s: f64, streams: Option<usize>) -> PyResult<Exchange> {
+        let mut config = ExchangeConfig { deadline: seconds(deadline_s)?, ..Default::default() };
+        config.streams = streams.unwrap_or(config.streams);
+        let host = if host.contains(':') { format!("[{host}]") } else { host.to_owned() };
+        let exchange = exchange::Exchange::listen(format!("{host}:{port}"), config).or_raise()?;
+        Ok(Exchange(Arc::new(exchange)))
+    }
+
+    #[getter]
+    fn port(&self) -> u16 {
+        self.0.address().port()
+    }
+
+    /// The pool that collected updates and means stand in.
+    #[getter]
+    fn pool(&self) -> Pool {
+        Pool(self.0.pool().clone())
+    }
+
+    fn offer(&self, key: [u8; 32], model: &Parcel) {
+        self.0.offer(secret(key), model.0.clone());
+    }
+
+    fn expect(&self, key: [u8; 32]) {
+        self.0.expect(secret(key));
+    }
+
+    fn release(&self, key: [u8; 32]) {
+        self.0.release(secret(key));
+    }
+
+    fn has_met(&self, name: &str) -> bool {
+        self.0.has_met(name)
+    }
+
+    /// The header of the update that waits under `key`; waits for its client.
+    fn header<'py>(
+        &self,
+        py: Python<'py>,
+        key: [u8; 32],
+        patience_s: f64,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let (exchange, patience) = (self.0.clone(), seconds(patience_s)?);
+        let manifest =
+            blocking::run(py, move || exchange.await_update(secret(key), patience), || {})?;
+        Ok(PyBytes::new(py, manifest.or_raise()?.header()))
+    }
+
+    fn collect(&self, py: Python<'_>, key: [u8; 32], patience_s: f64) -> PyResult<Parcel> {
+        let (exchange, patience) = (self.0.clone(), seconds(patience_s)?);
+        let parcel = blocking::run(py, move || exchange.collect(secret(key), patience), || {})?;
+        Ok(Parcel(Arc::new(parcel.or_raise()?)))
+    }
+
+    /// The mean of updates (key, weight), in this order.
+    fn average(
+        &self,
+        py: Python<'_>,
+        updates: Vec<([u8; 32], f64)>,
+        patience_s: f64,
+    ) -> PyResult<Parcel> {
+        let (exchange, patience) = (self.0.clone(), seconds(patience_s)?);
+        let wanted: Vec<Wanted> = updates
+            .into_iter()
+            .map(|(key, weight)| Wanted { secret: secret(key), weight })
+            .collect();
+        let parcel = blocking::run(py, move || exchange.average(&wanted, patience), || {})?;
+        Ok(Parcel(Arc::new(parcel.or_raise()?)))
+    }
+}
+
+/// Takes the model that is offered under `key` at `address`.
+#[pyfunction]
+fn fetch(
+    py: Python<'_>,
+    address: String,
+    name: String,
+    key: [u8; 32],
+    pool: &Pool,
+    deadline_s: f64,
+) -> PyResult<Parcel> {
+    let line = line(address, name, deadline_s)?;
+    let pool = pool.0.clone();
+    let fetched = blocking::run(py, move || exchange::fetch(&line, secret(key), &pool), || {})?;
+    Ok(Parcel(Arc::new(fetched.or_raise()?)))
+}
+
+/// Asks whether the exchange at `address` can be reached and knows `key`.
+#[pyfunction]
+fn call(
+    py: Python<'_>,
+    address: String,
+    name: String,
+    key: [u8; 32],
+    deadline_s: f64,
+) -> PyResult<()> {
+    let line = line(address, name, deadline_s)?;
+    blocking::run(py, move || exchange::call(&line, secret(key)), || {})?.or_raise()
+}
+
+fn line(address: String, name: String, deadline_s: f64) -> PyResult<LineConfig> {
+    Ok(LineConfig { deadline: seconds(deadline_s)?, ..LineConfig::new(address, name) })
+}
+
+/// An update that waits until the exchange releases it.
+#[pyclass(frozen)]
+pub struct Deposit(exchange::Deposit);
+
+#[pymethods]
+impl Deposit {
+    #[new]
+    fn new(
+        address: String,
+        name: String,
+        key: [u8; 32],
+        update: &Parcel,
+        deadline_s: f64,
+    ) -> PyResult<Deposit> {
+        let line = line(address, name, deadline_s)?;
+        Ok(Deposit(exchange::Deposit::leave(line, secret(key), update.0.clone())?))
+    }
+
+    #[getter]
+    fn is_over(&self) -> bool {
+        self.0.is_over()
+    }
+
+    /// Why it was given up, if it was.
+    #[getter]
+    fn failure(&self) -> Option<String> {
+        self.0.failure()
+    }
+}
+
