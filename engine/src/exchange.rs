@@ -7,8 +7,10 @@
 //! is until the exchange releases it: a transfer that breaks can be repeated.
 
 mod client;
+mod local;
 mod places;
 
+use std::any::Any;
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::os::fd::OwnedFd;
@@ -27,6 +29,7 @@ use crate::source::region::RegionSource;
 use crate::wire::hello::Secret;
 
 pub use client::{Deposit, LineConfig, call, fetch};
+pub use local::average;
 use places::Places;
 
 /// A model or update in a region, with the checksums of its chunks.
@@ -36,6 +39,8 @@ pub struct Parcel {
     region: Option<Arc<Region>>,
     sums: Vec<u64>,
     pool: Arc<RegionPool>,
+    /// What must live as long as the memory is used.
+    _keep: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 impl Parcel {
@@ -71,13 +76,20 @@ impl Parcel {
         Parcel::new(manifest, region, &Arc::default())
     }
 
+    /// The same, and `owner` lives at least as long.
+    pub fn keeping(self, owner: Arc<dyn Any + Send + Sync>) -> Parcel {
+        let mut parcel = self;
+        parcel._keep = Some(owner);
+        parcel
+    }
+
     fn sealed(
         manifest: Manifest,
         region: Arc<Region>,
         sums: Vec<u64>,
         pool: &Arc<RegionPool>,
     ) -> Parcel {
-        Parcel { manifest, region: Some(region), sums, pool: pool.clone() }
+        Parcel { manifest, region: Some(region), sums, pool: pool.clone(), _keep: None }
     }
 
     /// What the bytes mean.

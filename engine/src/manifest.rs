@@ -94,6 +94,11 @@ impl Manifest {
         &self.header
     }
 
+    /// A text of the header's metadata.
+    pub fn metadata(&self, key: &str) -> Option<String> {
+        header::metadata(&self.header, key)
+    }
+
     /// The tensors in the order of their bytes; those without bytes in the order of the header.
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors

@@ -140,7 +140,9 @@ impl IntoPyErr for ExchangeError {
     fn into_py_err(self) -> PyErr {
         let (text, culprit) = (self.to_string(), self.culprit());
         let error = match self {
-            ExchangeError::Manifest(_) | ExchangeError::Size { .. } => ModelError::new_err(text),
+            ExchangeError::Manifest(_)
+            | ExchangeError::Size { .. }
+            | ExchangeError::Differs { .. } => ModelError::new_err(text),
             ExchangeError::Region(_) => OutOfMemory::new_err(text),
             ExchangeError::Aggregator(error) => error.into_py_err(),
             ExchangeError::Host(_) | ExchangeError::Closed | ExchangeError::Nobody => {

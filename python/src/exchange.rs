@@ -25,6 +25,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Deposit>()?;
     module.add_function(wrap_pyfunction!(fetch, module)?)?;
     module.add_function(wrap_pyfunction!(call, module)?)?;
+    module.add_function(wrap_pyfunction!(average, module)?)?;
     module.add_function(wrap_pyfunction!(header, module)?)?;
     module.add_function(wrap_pyfunction!(tensors, module)?)
 }
@@ -38,32 +39,36 @@ fn seconds(value: f64) -> PyResult<Duration> {
         .map_err(|error| PyValueError::new_err(format!("{value} s is no time to wait: {error}")))
 }
 
-/// The safetensors header of tensors (name, dtype, shape) that follow each other without holes.
+/// The safetensors header of tensors (name, dtype, shape) that follow each other without holes,
+/// with a remark in its metadata.
 #[pyfunction]
 fn header<'py>(
     py: Python<'py>,
     tensors: Vec<(String, String, Vec<u64>)>,
+    remark: String,
 ) -> PyResult<Bound<'py, PyBytes>> {
     let mut described: Vec<(String, Dtype, Vec<u64>)> = Vec::new();
     for (name, dtype, shape) in tensors {
         described.push((name, dtypes::parse(&dtype)?, shape));
     }
-    let manifest = Manifest::from_tensors(described, &Default::default()).or_raise()?;
+    let manifest = Manifest::from_tensors(described, &[(REMARK.to_owned(), remark)].into()).or_raise()?;
     Ok(PyBytes::new(py, manifest.header()))
 }
 
-type Described = (String, &'static str, Vec<u64>, u64, u64);
+/// Where the metadata of a header holds the remark.
+const REMARK: &str = "fedlane";
 
-/// The tensors of a header: name, dtype, shape, and the bytes they begin and end at.
+type Described = (String, &'static str, Vec<u64>);
+
+/// The tensors of a header (name, dtype, shape) in the order of their bytes, and the remark.
 #[pyfunction]
-fn tensors(header: &[u8]) -> PyResult<Vec<Described>> {
+fn tensors(header: &[u8]) -> PyResult<(Vec<Described>, String)> {
     let manifest = Manifest::from_header(header).or_raise()?;
     let describe = |tensor: &fedlane::manifest::Tensor| {
-        let dtype = dtypes::name(tensor.dtype)?;
-        let (begin, end) = (tensor.range.start, tensor.range.end);
-        Ok((tensor.name.clone(), dtype, tensor.shape.clone(), begin, end))
+        Ok((tensor.name.clone(), dtypes::name(tensor.dtype)?, tensor.shape.clone()))
     };
-    manifest.tensors().iter().map(describe).collect()
+    let described: PyResult<Vec<Described>> = manifest.tensors().iter().map(describe).collect();
+    Ok((described?, manifest.metadata(REMARK).unwrap_or_default()))
 }
 
 /// Warm memory: what was used and given back serves again.
@@ -80,13 +85,16 @@ impl Pool {
     /// Memory of `nbytes` bytes, which goes back to the pool when nothing refers to it.
     fn take(&self, py: Python<'_>, nbytes: u64) -> PyResult<Memory> {
         let region = py.detach(|| self.0.take(nbytes)).or_raise()?;
-        Ok(Memory { region: Some(region), pool: self.0.clone() })
+        Ok(Memory(Arc::new(Warm { region: Some(region), pool: self.0.clone() })))
     }
 }
 
 /// Memory of a pool.
 #[pyclass(frozen, weakref)]
-pub struct Memory {
+pub struct Memory(Arc<Warm>);
+
+struct Warm {
+    /// Given back to the pool when nobody needs it any more.
     region: Option<Region>,
     pool: Arc<RegionPool>,
 }
@@ -95,16 +103,16 @@ pub struct Memory {
 impl Memory {
     /// The memory file; byte 0 is at position 0.
     fn fileno(&self) -> i32 {
-        self.region.as_ref().map_or(-1, |region| region.file().as_raw_fd())
+        self.0.region.as_ref().map_or(-1, |region| region.file().as_raw_fd())
     }
 
     #[getter]
     fn nbytes(&self) -> usize {
-        self.region.as_ref().map_or(0, |region| region.bytes().len())
+        self.0.region.as_ref().map_or(0, |region| region.bytes().len())
     }
 }
 
-impl Drop for Memory {
+impl Drop for Warm {
     fn drop(&mut self) {
         if let Some(region) = self.region.take() {
             self.pool.give_back(region);
@@ -125,6 +133,20 @@ impl Parcel {
         let file = duplicate(fd)?;
         let parcel = py.detach(|| exchange::Parcel::adopt(manifest, file, position)).or_raise()?;
         Ok(Parcel(Arc::new(parcel)))
+    }
+
+    /// The bytes of `memory` from `position` on, which stays taken from its pool as long.
+    #[staticmethod]
+    fn within(
+        py: Python<'_>,
+        header: &[u8],
+        memory: &Memory,
+        position: u64,
+    ) -> PyResult<Parcel> {
+        let manifest = Manifest::from_header(header).or_raise()?;
+        let (file, owner) = (duplicate(memory.fileno())?, memory.0.clone());
+        let parcel = py.detach(|| exchange::Parcel::adopt(manifest, file, position)).or_raise()?;
+        Ok(Parcel(Arc::new(parcel.keeping(owner))))
     }
 
     #[getter]
@@ -249,6 +271,20 @@ fn fetch(
     let pool = pool.0.clone();
     let fetched = blocking::run(py, move || exchange::fetch(&line, secret(key), &pool), || {})?;
     Ok(Parcel(Arc::new(fetched.or_raise()?)))
+}
+
+/// The mean of updates that are on this host, in this order, in memory of `pool`.
+#[pyfunction]
+fn average(
+    py: Python<'_>,
+    updates: Vec<(PyRef<'_, Parcel>, f64)>,
+    pool: &Pool,
+) -> PyResult<Parcel> {
+    let updates: Vec<_> =
+        updates.iter().map(|(update, weight)| (update.0.clone(), *weight)).collect();
+    let pool = pool.0.clone();
+    let mean = blocking::run(py, move || exchange::average(&updates, &pool), || {})?;
+    Ok(Parcel(Arc::new(mean.or_raise()?)))
 }
 
 /// Asks whether the exchange at `address` can be reached and knows `key`.

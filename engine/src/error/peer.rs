@@ -391,6 +391,12 @@ pub enum ExchangeError {
         /// The first tensor that differs, and how.
         difference: String,
     },
+    /// Models that cannot be averaged with each other.
+    #[error("an update differs from the others: {difference}")]
+    Differs {
+        /// The first tensor that differs, and how.
+        difference: String,
+    },
     /// An update that nobody said would come.
     #[error("an update is wanted that was never expected, or is released already")]
     NotExpected {

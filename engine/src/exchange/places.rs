@@ -187,6 +187,8 @@ impl Places {
             Some(Room::Offer(secret, model)) => {
                 let model = model.clone();
                 client.secret = *secret;
+                // A session wants a positive weight, though this one averages nothing.
+                client.examples = 1.0;
                 rooms.meet(client.name.clone());
                 drop(rooms);
                 let label = client.label();

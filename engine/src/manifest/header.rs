@@ -42,6 +42,16 @@ pub(super) fn parse(header: &[u8]) -> Result<Vec<Entry>, ManifestError> {
     Ok(entries)
 }
 
+/// The text that the metadata of a valid header has under `key`.
+pub(super) fn metadata(header: &[u8], key: &str) -> Option<String> {
+    #[derive(serde::Deserialize)]
+    struct Metadata {
+        #[serde(rename = "__metadata__")]
+        texts: std::collections::HashMap<String, String>,
+    }
+    serde_json::from_slice::<Metadata>(header).ok()?.texts.remove(key)
+}
+
 fn refuse_duplicates(entries: &[Entry]) -> Result<(), ManifestError> {
     let mut names = HashSet::with_capacity(entries.len());
     match entries.iter().find(|entry| !names.insert(entry.name.as_str())) {

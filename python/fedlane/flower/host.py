@@ -1,0 +1,151 @@
+"""How a ClientApp gets models and leaves updates: through its host's pool, or the server itself.
+
+Both are other processes of this host, asked over a Unix socket; see `fedlane.handover`. Every
+memory file has a connection of its own, which is closed when nothing refers to the memory: then
+its owner may use it again.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+
+from fedlane import pool
+from fedlane.handover import HandoverError, Line
+
+from .memory import Memory
+from .tickets import Order
+
+#: How long a pool may take to start, in seconds.
+POOL_START_S = 20.0
+#: A process with one of these in its command line is who a pool serves.
+_SUPERNODE = ("flower-supernode", "flower-superexec")
+
+
+class Unreachable(Exception):
+    """The server cannot be reached, or has not what it promised; says why."""
+
+
+class Host:
+    """Serves one message. ``name`` is the client's, for the server's logs."""
+
+    def __init__(self, order: Order, name: str) -> None:
+        self._order = order
+        self._name = name
+        self._lines: dict[int, Line] = {}
+        self._connect: Callable[[], Line] = self._find()
+
+    def _find(self) -> Callable[[], Line]:
+        if self._order.local:
+            try:
+                Line.connect(self._order.local, 1.0).close()
+            except OSError:
+                pass  # The server runs on another host.
+            else:
+                return lambda: Line.connect(self._order.local, 10.0)
+        return connect_to_pool
+
+    def model(self, key: bytes, nbytes: int) -> tuple[bytes, Memory, int]:
+        """Header, memory and position of the model on offer under ``key``."""
+        answer, fd, line = self._ask_server({"op": "model", "nbytes": nbytes}, key)
+        position = answer["position"]
+        if nbytes == 0:
+            os.close(fd)
+            return b64decode(answer["header"]), Memory.create(1), 0
+        memory = Memory.adopt(fd, position + nbytes, _closer(line))
+        return b64decode(answer["header"]), memory, position
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Warm memory for this process to write to."""
+        line = self._connect()
+        try:
+            _, fd = line.ask({"op": "memory", "nbytes": nbytes})
+        except HandoverError as error:
+            line.close()
+            raise MemoryError(f"no memory of {nbytes} bytes: {error}") from error
+        memory = Memory.adopt(fd, nbytes, _closer(line))
+        self._lines[fd] = line
+        return memory
+
+    def deposit(self, key: bytes, header: bytes, memory: Memory, position: int) -> None:
+        """Leaves an update, which stands in ``memory``, for the server to take."""
+        request = {"op": "deposit", "header": b64encode(header).decode(), "position": position}
+        lease = self._lines.get(memory.fd)
+        _, _, line = self._ask_server(request, key, lease, None if lease else memory.fd)
+        if lease is None:
+            line.close()
+
+    def _ask_server(
+        self, request: dict, key: bytes, line: Line | None = None, fd: int | None = None
+    ) -> tuple[dict, int | None, Line]:
+        """Asks by way of the first of the server's addresses that answers."""
+        request |= {
+            "key": b64encode(key).decode(),
+            "name": self._name,
+            "deadline_s": self._order.deadline_s,
+        }
+        own = line is None
+        line = line or self._connect()
+        failure: Exception = HandoverError("the server gave no address")
+        for address in self._order.addresses:
+            try:
+                answer, received = line.ask(request | {"address": address}, fd)
+                return answer, received, line
+            except HandoverError as error:
+                failure = error
+        if own:
+            line.close()
+        raise Unreachable(str(failure)) from failure
+
+
+def _closer(line: Line) -> Callable[[int], None]:
+    def close(fd: int) -> None:
+        os.close(fd)
+        line.close()
+
+    return close
+
+
+def connect_to_pool() -> Line:
+    """A connection to this host's pool, which is started if there is none."""
+    patience = time.monotonic() + POOL_START_S
+    started = None
+    while True:
+        try:
+            line = Line.connect(pool.name(), 10.0)
+            line.ask({"op": "hello", "watch": supernode_pid()})
+            return line
+        except (OSError, HandoverError) as error:
+            # None yet, or one that was about to end.
+            if time.monotonic() > patience:
+                raise Unreachable(f"the pool of this host does not start: {error}") from error
+        if started is None or started.poll() is not None:
+            started = _start_pool()
+        time.sleep(0.02)
+
+
+def _start_pool() -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "fedlane.pool", str(supernode_pid())],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        cwd="/",
+    )
+
+
+def supernode_pid() -> int:
+    """The process that outlives this one and starts the next: the SuperNode, or its SuperExec."""
+    best, pid = os.getppid(), os.getpid()
+    while pid > 1:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                pid = int(file.read().rsplit(")", 1)[1].split()[1])
+            with open(f"/proc/{pid}/cmdline") as file:
+                command = file.read()
+        except (OSError, ValueError):
+            break
+        if any(name in command for name in _SUPERNODE):
+            best = pid
+    return best

@@ -1,0 +1,91 @@
+"""The client's side: arrays come and go through fedlane, the app sees `ArrayRecord`s as ever."""
+
+from logging import WARNING
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.common import log
+
+from . import arrays, tickets
+from .headers import header_of, layout_of
+from .host import Host, Unreachable
+from .memory import Arena, Memory
+
+
+def fedlane_mod(message: Message, context: Context, call_next) -> Message:
+    """A Flower mod: ``ClientApp(mods=[fedlane_mod])``. List it first.
+
+    Takes the models that the message has tickets for before the app runs, and leaves the arrays
+    of its reply with this host's pool, where the server takes them. A message without tickets
+    passes through untouched.
+    """
+    order = tickets.Order.of(message.content)
+    if order is None:
+        return call_next(message, context)
+    host = Host(order, str(message.metadata.dst_node_id))
+    try:
+        message.content = unpacked(message.content, host)
+    except Unreachable as error:
+        log(WARNING, "fedlane: the server's data port cannot be used: %s", error)
+        content = RecordDict({tickets.ORDER: tickets.refusal(str(error))})
+        return Message(content, reply_to=message)
+    arrays.configure(arena=arena_of(host, message.content), eager=True)
+    try:
+        reply = call_next(message, context)
+        if reply.has_content():
+            reply.content = packed(reply.content, order, host)
+    finally:
+        # What the app makes after this is none of this message's.
+        arrays.configure(arena=Arena())
+    return reply
+
+
+def arena_of(host: Host, content: RecordDict) -> Arena:
+    """Warm memory for the reply's arrays, which mostly are as many as came."""
+
+    def allocate(nbytes: int) -> Memory:
+        try:
+            return host.allocate(nbytes)
+        except (MemoryError, Unreachable, OSError) as error:
+            log(WARNING, "fedlane: %s", error)
+            return Memory.create(nbytes, sparse=True)
+
+    arena = Arena(allocate)
+    arena.expect(max((nbytes_of(r) for r in tickets.array_records(content).values()), default=0))
+    return arena
+
+
+def nbytes_of(record: ArrayRecord) -> int:
+    """Bytes of a record, as it came."""
+    return arrays.layout(record)[1]
+
+
+def unpacked(content: RecordDict, host: Host) -> RecordDict:
+    """The content with models in the place of their tickets."""
+    records: dict[str, object] = {tickets.ORDER: None}
+    for name, record in content.items():
+        if ticket := tickets.read_model_ticket(record):
+            header, memory, position = host.model(*ticket)
+            records[name] = arrays.scatter(memory, position, layout_of(header))
+    return tickets.replaced(content, records)
+
+
+def packed(content: RecordDict, order: tickets.Order, host: Host) -> RecordDict:
+    """The content with tickets in the place of its arrays, which wait for the server."""
+    records: dict[str, object] = {}
+    for name, record in tickets.array_records(content).items():
+        number = len(records)
+        if number == tickets.MAX_UPDATES:
+            break
+        try:
+            leave(record, tickets.update_key(order.key, number), host)
+        except (arrays.NotCarried, Unreachable, MemoryError) as error:
+            log(WARNING, "fedlane: record '%s' goes Flower's own way: %s", name, error)
+        else:
+            records[name] = tickets.update_ticket(number)
+    return tickets.replaced(content, records)
+
+
+def leave(record: ArrayRecord, key: bytes, host: Host) -> None:
+    """Leaves the arrays of one record for the server."""
+    memory, position, layout = arrays.gather(record, host.allocate)
+    host.deposit(key, header_of(layout), memory, position)

@@ -1,0 +1,216 @@
+"""The process of a host that outlives its ClientApps: ``python -m fedlane.pool PID``.
+
+A ClientApp's process is new for every message, so what is expensive to make lives here: warm
+memory, the models that came last, and updates until the server has taken them. It ends when the
+processes it serves (SuperNodes) have ended and no update waits any more.
+"""
+
+import os
+import select
+import sys
+import tempfile
+import threading
+import time
+from base64 import b64decode, b64encode
+
+from fedlane import _core
+from fedlane.handover import Counter, Message
+
+#: Models kept for the next message: the one being trained on and the one being evaluated.
+MODELS_KEPT = 2
+#: Free memory below which no model is kept for later, and no further client begins: bytes.
+RESERVE_BYTES = 1 << 30
+
+
+def name() -> str:
+    """The pool's address: one for each user, network namespace and version."""
+    return f"fedlane-pool-{os.getuid()}-{_core.__version__}"
+
+
+def available_bytes() -> int:
+    """Memory that the host can still give (MemAvailable of /proc/meminfo)."""
+    with open("/proc/meminfo") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) << 10
+
+
+class Pool:
+    """What all connections share."""
+
+    def __init__(self) -> None:
+        self.memory = _core.Pool()
+        self._lock = threading.Condition()
+        #: Models by key, least recently used first; None while one is being fetched.
+        self._models: dict[bytes, _core.Parcel | None] = {}
+        self._deposits: dict[bytes, _core.Deposit] = {}
+        self._watched: dict[int, int] = {}
+        self._desks = 0
+
+    def model(self, key: bytes, address: str, caller: str, deadline_s: float) -> _core.Parcel:
+        """The model of ``key``: kept from before, or fetched, once for all who ask."""
+        with self._lock:
+            while key in self._models and self._models[key] is None:
+                self._lock.wait()
+            kept = self._models.pop(key, None)
+            self._models[key] = kept
+        if kept is not None:
+            # Tells the server that this client has it, and us that the server can be reached.
+            _core.call(address, caller, key, deadline_s)
+            return kept
+        fetched = None
+        try:
+            self._make_room()
+            fetched = _core.fetch(address, caller, key, self.memory, deadline_s)
+        finally:
+            with self._lock:
+                del self._models[key]
+                if fetched is not None:
+                    self._models[key] = fetched
+                    self._forget(MODELS_KEPT)
+                self._lock.notify_all()
+        return fetched
+
+    def _make_room(self) -> None:
+        """Models of earlier rounds go first: their memory serves the next one."""
+        with self._lock:
+            self._forget(1)
+
+    def _forget(self, kept: int) -> None:
+        old = [key for key, model in self._models.items() if model is not None]
+        for key in old[: max(0, len(old) - kept)]:
+            del self._models[key]
+
+    def deposit(
+        self, key: bytes, address: str, caller: str, parcel: _core.Parcel, deadline_s: float
+    ) -> None:
+        """Keeps an update until the server has taken it."""
+        _core.call(address, caller, key, deadline_s)
+        with self._lock:
+            self._deposits[key] = _core.Deposit(address, caller, key, parcel, deadline_s)
+
+    def waiting(self) -> int:
+        """Updates that the server has not released yet."""
+        with self._lock:
+            for key, deposit in list(self._deposits.items()):
+                if deposit.is_over:
+                    if deposit.failure:
+                        print(f"fedlane: an update was given up: {deposit.failure}", file=sys.stderr)
+                    del self._deposits[key]
+            return len(self._deposits)
+
+    def admit(self, nbytes: int) -> None:
+        """Lets a client begin; waits while memory is short and others can give some back."""
+        with self._lock:
+            while self._desks and available_bytes() < nbytes + RESERVE_BYTES:
+                self._forget(0)
+                self._lock.wait(timeout=0.2)
+            self._desks += 1
+
+    def leave(self) -> None:
+        """A client that was admitted is gone."""
+        with self._lock:
+            self._desks -= 1
+            self._lock.notify_all()
+
+    def watch(self, pid: int) -> None:
+        """Lives at least as long as process ``pid``."""
+        with self._lock:
+            if pid not in self._watched:
+                self._watched[pid] = os.pidfd_open(pid)
+
+    def outlived(self) -> bool:
+        """Whether all watched processes have ended."""
+        with self._lock:
+            fds = list(self._watched.values())
+            ended = set(select.select(fds, [], [], 0)[0])
+            for pid, fd in list(self._watched.items()):
+                if fd in ended:
+                    os.close(fd)
+                    del self._watched[pid]
+            return not self._watched
+
+
+class Desk:
+    """Serves one connection, which is about one memory: a model, or what becomes an update."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._admitted = False
+        self._lease: _core.Memory | None = None
+        self._parcel: _core.Parcel | None = None
+
+    def __call__(self, request: dict, fd: int | None) -> Message:
+        try:
+            return getattr(self, "_" + request["op"])(request, fd)
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+    def _hello(self, request: dict, _fd: int | None) -> Message:
+        self._pool.watch(request["watch"])
+        return {"pid": os.getpid()}, None
+
+    def _model(self, request: dict, _fd: int | None) -> Message:
+        key = b64decode(request["key"])
+        if not self._admitted:
+            # The client will hold the model it trains and the update it makes.
+            self._pool.admit(2 * request["nbytes"])
+            self._admitted = True
+        model = self._pool.model(key, request["address"], request["name"], request["deadline_s"])
+        self._parcel = model
+        answer = {"header": b64encode(model.header).decode(), "position": model.position}
+        return answer, model.fileno()
+
+    def _memory(self, request: dict, _fd: int | None) -> Message:
+        self._lease = self._pool.memory.take(request["nbytes"])
+        return {}, self._lease.fileno()
+
+    def _deposit(self, request: dict, fd: int | None) -> Message:
+        header, position = b64decode(request["header"]), request["position"]
+        if fd is not None:
+            parcel = _core.Parcel.adopt(header, fd, position)
+        elif self._lease is not None:
+            parcel = _core.Parcel.within(header, self._lease, position)
+        else:
+            raise ValueError("an update came without its memory")
+        key, address = b64decode(request["key"]), request["address"]
+        self._pool.deposit(key, address, request["name"], parcel, request["deadline_s"])
+        return {}, None
+
+    def close(self) -> None:
+        """The client's process has ended: its memory is warm for the next one."""
+        self._lease = None
+        self._parcel = None
+        if self._admitted:
+            self._pool.leave()
+
+
+def log_to_file() -> None:
+    """Error output goes to a file: a SuperNode's pipe must not stay open for our sake."""
+    path = os.path.join(tempfile.gettempdir(), f"{name()}.log")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags, 0o600)
+    except OSError:
+        file = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def main() -> None:
+    """Serves until the processes named by PID, and by those who come later, have ended."""
+    pool = Pool()
+    pool.watch(int(sys.argv[1]))
+    log_to_file()
+    try:
+        counter = Counter(name(), lambda: Desk(pool))
+    except OSError:
+        return  # Another pool was faster, and serves everyone.
+    while not pool.outlived() or pool.waiting():
+        time.sleep(0.25)
+    counter.close()
+
+
+if __name__ == "__main__":
+    main()
