@@ -120,9 +120,10 @@ impl RegionPool {
         Region::new(bytes)
     }
 
-    /// Makes regions of these sizes, so that nobody who takes them waits for memory.
+    /// Makes sure that there are regions of these sizes, so that nobody who takes them waits for
+    /// memory.
     pub fn warm(&self, sizes: impl Iterator<Item = u64>) -> Result<(), RegionError> {
-        let regions = sizes.map(Region::new).collect::<Result<Vec<_>, _>>()?;
+        let regions = sizes.map(|bytes| self.take(bytes)).collect::<Result<Vec<_>, _>>()?;
         regions.into_iter().for_each(|region| self.give_back(region));
         Ok(())
     }
