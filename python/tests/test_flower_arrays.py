@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import hashlib
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import threading
@@ -107,7 +109,16 @@ def read_only(a: np.ndarray) -> np.ndarray:
     return a
 
 
-DTYPES = [*arrays.PLAIN_DTYPES, "longlong", "longdouble", "datetime64[s]", "timedelta64[ms]", "U7", "S5", "i4,f8"]
+DTYPES = [
+    *arrays.PLAIN_DTYPES,
+    "longlong",
+    "longdouble",
+    "datetime64[s]",
+    "timedelta64[ms]",
+    "U7",
+    "S5",
+    "i4,f8",
+]
 CHANGES = [np.asfortranarray, transposed, strided, swapped, read_only, np.ascontiguousarray, np.asarray]
 
 
@@ -122,7 +133,9 @@ CHANGES = [np.asfortranarray, transposed, strided, swapped, read_only, np.ascont
     seed=st.integers(0, 99),
     eager=st.booleans(),
 )
-def test_an_array_is_what_flower_makes(dtype: str, shape: tuple[int, ...], change: Any, seed: int, eager: bool) -> None:
+def test_an_array_is_what_flower_makes(
+    dtype: str, shape: tuple[int, ...], change: Any, seed: int, eager: bool
+) -> None:
     arrays.configure(eager=eager)
     kind = np.dtype(dtype)
     count = int(np.prod(shape)) * kind.itemsize
@@ -217,6 +230,17 @@ def test_many_views_of_one_array_do_not_take_a_mapping_each() -> None:
     assert [view[0] for view in views] == list(range(200))
 
 
+def test_without_file_descriptors_views_are_copies() -> None:
+    array = Array(numbers())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        view = array.numpy()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    same(view, numbers())
+
+
 def test_setting_data_replaces_the_bytes() -> None:
     array, other = Array(numbers()), plain(numbers(seed=1))
     old_id = array.object_id
@@ -233,7 +257,9 @@ def test_setting_data_replaces_the_bytes() -> None:
         backed.numpy()
 
 
-@pytest.mark.parametrize("change", [copy.copy, copy.deepcopy, *(lambda a, p=p: pickle.loads(pickle.dumps(a, p)) for p in range(6))])
+@pytest.mark.parametrize(
+    "change", [copy.copy, copy.deepcopy, *(lambda a, p=p: pickle.loads(pickle.dumps(a, p)) for p in range(6))]
+)
 def test_copies_and_pickles_are_equal_and_separate(change: Any) -> None:
     record = ArrayRecord({"a": Array(numbers()), "small": Array(np.array(3.0))})
     record["a"].slice_array()  # caches views, which cannot be pickled; nothing of it may be kept
@@ -252,7 +278,9 @@ def test_a_pickle_is_read_by_a_process_without_fedlane() -> None:
         "import pickle, sys; record = pickle.load(sys.stdin.buffer);"
         "assert 'fedlane' not in sys.modules; print(record['a'].numpy().sum(dtype='f8'))"
     )
-    done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(record), capture_output=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(record), capture_output=True, check=True
+    )
     assert float(done.stdout) == numbers().sum(dtype="f8")
 
 
@@ -334,7 +362,11 @@ def test_a_record_arrives_as_it_was_sent(items: list[Any], as_dict: bool, adopti
     assert {name: array.data for name, array in sent.items()} == expected
     assert received == sent and received.object_id == sent_id == sent.object_id
     for name, array in received.items():
-        assert (array.dtype, array.shape, array.stype) == (sent[name].dtype, sent[name].shape, sent[name].stype)
+        assert (array.dtype, array.shape, array.stype) == (
+            sent[name].dtype,
+            sent[name].shape,
+            sent[name].stype,
+        )
         same(array.numpy(), sent[name].numpy())
     again = gather(received, create)
     assert again[0].read(again[1], len(wire)) == wire and again[2] == entries
@@ -348,7 +380,12 @@ def written(content: bytes) -> Memory:
 
 
 def test_bytes_stand_large_first_then_small_without_holes() -> None:
-    entries = [Entry("s", "float64", ()), Entry("a", "int8", (5001,)), Entry("t", "bool", (3,)), Entry("b", "float32:F", (50, 50))]
+    entries = [
+        Entry("s", "float64", ()),
+        Entry("a", "int8", (5001,)),
+        Entry("t", "bool", (3,)),
+        Entry("b", "float32:F", (50, 50)),
+    ]
     assert offsets(entries) == [15001, 0, 15009, 5001]
     assert layout_bytes(entries) == 15012
 
@@ -425,7 +462,21 @@ def odd_arrays() -> dict[str, Array]:
     }
 
 
-@pytest.mark.parametrize("kind", ["unknown stype", "no dtype", "other shape", "short", "long", "no header", "objects", "short raw", "byte order", "relabelled"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "unknown stype",
+        "no dtype",
+        "other shape",
+        "short",
+        "long",
+        "no header",
+        "objects",
+        "short raw",
+        "byte order",
+        "relabelled",
+    ],
+)
 def test_what_is_not_plain_is_not_carried(kind: str) -> None:
     array = odd_arrays()[kind]
     record = ArrayRecord()
@@ -483,7 +534,13 @@ def test_a_placeholder_says_what_to_do_and_breaks_nothing_else() -> None:
     record = ArrayRecord({"w": placeholder("w", "float32", (4, 5), "use the aggregate of this round")})
     array = record["w"]
     assert (array.dtype, array.shape, array.stype) == ("float32", (4, 5), "numpy.ndarray")
-    for read in (lambda: array.data, array.numpy, lambda: len(array.data), lambda: gather(record, create), lambda: array.object_id):
+    for read in (
+        lambda: array.data,
+        array.numpy,
+        lambda: len(array.data),
+        lambda: gather(record, create),
+        lambda: array.object_id,
+    ):
         with pytest.raises(ArrayNotHere, match="array 'w' is not here: use the aggregate of this round"):
             read()
     content = RecordDict({"arrays": record})
@@ -506,11 +563,18 @@ RAW_ML = ["bfloat16", "float8_e4m3fn", "float8_e5m2"]
 def test_ml_dtypes_keep_their_bits(dtype: str, shape: tuple[int, ...]) -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
     kind = np.dtype(getattr(ml_dtypes, dtype))
-    values = np.random.default_rng(1).integers(0, 256, int(np.prod(shape)) * kind.itemsize, np.uint8).view(kind).reshape(shape)
+    values = (
+        np.random.default_rng(1)
+        .integers(0, 256, int(np.prod(shape)) * kind.itemsize, np.uint8)
+        .view(kind)
+        .reshape(shape)
+    )
     array = Array(values)
     assert (array.dtype, array.shape, array.stype) == (dtype, shape, "fedlane.raw")
     assert is_backed(array) == (values.nbytes >= SMALL_BYTES)
-    pickled = pickle.dumps(array)  # now: Flower's Array has views, which cannot be pickled, once it was deflated
+    pickled = pickle.dumps(
+        array
+    )  # now: Flower's Array has views, which cannot be pickled, once it was deflated
     inflated = Array.inflate(array.deflate(), dict(array.slice_array()))
     memory, offset, entries = gather(ArrayRecord({"a": array}), create)
     for other in (array, inflated, pickle.loads(pickled), scatter(memory, offset, entries)["a"]):
@@ -534,7 +598,9 @@ def test_bfloat16_without_ml_dtypes_is_a_clear_error(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def torch() -> Any:
-    return pytest.importorskip("torch", reason="torch is not installed: bfloat16 and float8 tensors are not tested")
+    return pytest.importorskip(
+        "torch", reason="torch is not installed: bfloat16 and float8 tensors are not tested"
+    )
 
 
 def test_torch_state_dicts_come_back(torch: Any) -> None:
@@ -706,10 +772,8 @@ def maps() -> int:
 def files() -> int:
     links = []
     for fd in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(FileNotFoundError):
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:
-            pass
     return sum("memfd:fedlane" in link for link in links)
 
 
@@ -717,7 +781,9 @@ def test_a_hundred_rounds_leave_nothing_behind() -> None:
     def one_round(i: int) -> None:
         record = ArrayRecord({"w": Array(numbers(300_000, seed=i)), "b": Array(np.array(i))})
         memory, offset, entries = gather(record, create)
-        received = [scatter(Memory.adopt(os.dup(memory.fd), memory.nbytes), offset, entries) for _ in range(3)]
+        received = [
+            scatter(Memory.adopt(os.dup(memory.fd), memory.nbytes), offset, entries) for _ in range(3)
+        ]
         mean = sum(r["w"].numpy() for r in received) / 3
         received[0]["w"].numpy()[:] = 0
         pickle.dumps(received[1])
@@ -856,9 +922,13 @@ def strategies() -> dict[str, Any]:
         "MultiKrum": s.MultiKrum(num_malicious_nodes=1, num_nodes_to_select=3, **few),
         "Bulyan": s.Bulyan(num_malicious_nodes=1, **few),
         "QFedAvg": s.QFedAvg(client_learning_rate=0.1, q=0.2, train_loss_key="loss", **few),
-        "DPServerFixed": s.DifferentialPrivacyServerSideFixedClipping(s.FedAvg(**few), clipping_norm=1.0, **dp),
+        "DPServerFixed": s.DifferentialPrivacyServerSideFixedClipping(
+            s.FedAvg(**few), clipping_norm=1.0, **dp
+        ),
         "DPServerAdaptive": s.DifferentialPrivacyServerSideAdaptiveClipping(s.FedAvg(**few), **dp),
-        "DPClientFixed": s.DifferentialPrivacyClientSideFixedClipping(s.FedAvg(**few), clipping_norm=1.0, **dp),
+        "DPClientFixed": s.DifferentialPrivacyClientSideFixedClipping(
+            s.FedAvg(**few), clipping_norm=1.0, **dp
+        ),
         "DPClientAdaptive": s.DifferentialPrivacyClientSideAdaptiveClipping(s.FedAvg(**few), **dp),
     }
 
@@ -933,7 +1003,9 @@ def run_strategies(moved: bool) -> dict[str, Any]:
             assert all(np.all(np.isfinite(array)) for array in aggregated.to_numpy_ndarrays()), name
             assert aggregated != current, name
             current = aggregated
-            result[name].append([(k, a.dtype, a.shape, hashlib.sha256(a.data).hexdigest()) for k, a in current.items()])
+            result[name].append(
+                [(k, a.dtype, a.shape, hashlib.sha256(a.data).hexdigest()) for k, a in current.items()]
+            )
     return result
 
 
