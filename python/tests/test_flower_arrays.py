@@ -448,6 +448,8 @@ def odd_arrays() -> dict[str, Array]:
     npy = plain(numbers()).data
     relabelled = Array(numbers())
     relabelled.dtype = "int32"
+    other_stype = Array(numbers())
+    other_stype.stype = "mine"
     return {
         "unknown stype": Array("float32", (2,), "pickle", b"xx"),
         "no dtype": Array("", (), "numpy.ndarray", npy),
@@ -459,6 +461,7 @@ def odd_arrays() -> dict[str, Array]:
         "short raw": Array("bfloat16", (3,), arrays.RAW_STYPE, b"xx"),
         "byte order": Array(numbers(dtype=">f4")),
         "relabelled": relabelled,
+        "other stype": other_stype,
     }
 
 
@@ -475,6 +478,7 @@ def odd_arrays() -> dict[str, Array]:
         "short raw",
         "byte order",
         "relabelled",
+        "other stype",
     ],
 )
 def test_what_is_not_plain_is_not_carried(kind: str) -> None:
@@ -721,21 +725,29 @@ def test_private_and_shared_mappings() -> None:
     assert memory.append(b"x") is None and memory.used == 10_000
 
 
-def test_a_forked_child_does_not_write_into_its_parents_memory() -> None:
-    record = ArrayRecord({"a": Array(numbers())})
-    record["small"] = Array(np.array(1.0))
+def test_a_forked_child_leaves_its_parents_memory_and_pool_alone() -> None:
+    parent = os.getpid()
+
+    def pool(nbytes: int) -> Memory:
+        return Memory.create(nbytes, sparse=True) if os.getpid() == parent else pytest.fail("not the child's")
+
+    arrays.configure(arena=Arena(pool))
+    record = ArrayRecord()
+    record["a"], record["small"] = Array(numbers()), Array(np.array(1.0))
     used = memory_of(record["a"]).used
     pid = os.fork()
     if pid == 0:
+        status = 1
         try:
             Array(numbers(seed=5))
             memory, _, _ = gather(record, create)
-            ok = memory is not memory_of(record["a"]) and np.array_equal(record["a"].numpy(), numbers())
-            os._exit(0 if ok else 1)
+            if memory is not memory_of(record["a"]) and np.array_equal(record["a"].numpy(), numbers()):
+                status = 0
         finally:
-            os._exit(2)
+            os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0
     assert memory_of(record["a"]).read(used, 8) == bytes(8)
+    assert gather(record, create)[0] is memory_of(record["a"])
 
 
 def test_threads_make_and_read_arrays_at_once() -> None:
