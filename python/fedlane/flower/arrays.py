@@ -12,6 +12,7 @@ first the large arrays, in record order, then the small ones, in record order, w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import importlib.metadata
@@ -40,11 +41,11 @@ RAW_STYPE = "fedlane.raw"  # the bare bytes of a dtype that np.save cannot name
 FORTRAN = ":F"  # ends the dtype of a layout entry whose bytes stand in column-major order
 
 PLAIN_DTYPES = {
-    name: np.dtype(name)
-    for name in (
-        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
-        "float16 float32 float64 complex64 complex128"
-    ).split()
+    str(dtype): dtype
+    for dtype in map(
+        np.dtype,
+        ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"),
+    )
 }
 RAW_ITEM_BYTES = {
     "bfloat16": 2,
@@ -112,7 +113,7 @@ class Backing:
 
     def data(self) -> bytes:
         """What Flower would have stored: a new copy, at each call."""
-        return b"".join((self._header(), self.payload()))
+        return b"".join((self._header(), self.payload().data))
 
     def payload(self) -> np.ndarray:
         """The bytes, uint8. Not to be written to."""
@@ -238,7 +239,9 @@ def _uninstall() -> None:
 
 def _check_before() -> None:
     if sys.byteorder != "little":
-        raise UnknownFlower("fedlane moves little-endian arrays, this machine is big-endian: remove fedlane from the app")
+        raise UnknownFlower(
+            "fedlane moves little-endian arrays, this machine is big-endian: remove fedlane from the app"
+        )
     for cls, patch in ((Array, _ARRAY_PATCH), (ArrayRecord, _RECORD_PATCH)):
         for name in patch.keys() - _NEW_NAMES:
             _expect(name in cls.__dict__, f"{cls.__name__}.{name} is missing")
@@ -315,7 +318,7 @@ def _from_plain_ndarray(ndarray: np.ndarray) -> Array | None:
     if type(ndarray) not in (np.ndarray, np.memmap) or ndarray.nbytes < SMALL_BYTES:
         return None
     dtype = ndarray.dtype
-    if PLAIN_DTYPES.get(dtype.name) != dtype or dtype.metadata is not None:
+    if dtype.name not in PLAIN_DTYPES or PLAIN_DTYPES[dtype.name] != dtype or dtype.metadata is not None:
         return None
     # np.save keeps column-major order and so must we: sums over the array depend on it.
     fortran = ndarray.flags.f_contiguous and not ndarray.flags.c_contiguous
@@ -349,7 +352,11 @@ def _backed_array(backing: Backing | _Placeholder, like: Array | None = None) ->
     source = backing if like is None else like
     array = Array.__new__(Array)
     array.__dict__.update(
-        dtype=source.dtype, shape=tuple(source.shape), stype=source.stype, _is_dirty=True, **{_BACKING: backing}
+        dtype=source.dtype,
+        shape=tuple(source.shape),
+        stype=source.stype,
+        _is_dirty=True,
+        **{_BACKING: backing},
     )
     return array
 
@@ -374,8 +381,8 @@ def _numpy(self: Array) -> np.ndarray:
     if backing is not None and self.stype == backing.stype:
         return backing.numpy()
     if self.stype == RAW_STYPE:
-        payload = _raw_payload(self)
-        return np.frombuffer(payload, _numpy_dtype(self.dtype)).reshape(self.shape).copy()
+        payload = bytearray(_raw_payload(self))
+        return np.ndarray(self.shape, _numpy_dtype(self.dtype), payload)
     return _originals[Array]["numpy"](self)
 
 
@@ -394,7 +401,9 @@ def _torch_tensor(flat: np.ndarray, dtype: str, shape: tuple[int, ...]) -> torch
     torch = sys.modules["torch"]
     torch_dtype = getattr(torch, dtype, None)
     if torch_dtype is None:
-        raise TypeError(f"the array is {dtype}, which torch {torch.__version__} does not have: install a newer torch")
+        raise TypeError(
+            f"the array is {dtype}, which torch {torch.__version__} does not have: install a newer torch"
+        )
     return torch.from_numpy(flat).view(torch_dtype).reshape(shape)
 
 
@@ -402,7 +411,9 @@ def _raw_payload(array: Array) -> bytes:
     """The data of a raw Array without backing, checked: it may come from another machine."""
     data, expected = array.data, math.prod(array.shape) * RAW_ITEM_BYTES.get(array.dtype, 0)
     if array.dtype not in RAW_ITEM_BYTES or len(data) != expected:
-        raise TypeError(f"an Array of {array.dtype} and shape {array.shape} cannot have {len(data)} raw bytes")
+        raise TypeError(
+            f"an Array of {array.dtype} and shape {array.shape} cannot have {len(data)} raw bytes"
+        )
     return data
 
 
@@ -458,7 +469,8 @@ def _repr(self: Array) -> str:
     backing = self.__dict__.get(_BACKING)
     if not isinstance(backing, _Placeholder):
         return _originals[Array]["__repr__"](self)
-    return f"Array(dtype={self.dtype!r}, shape={self.shape!r}, stype={self.stype!r}, data=<not here: {backing.why}>)"
+    fields = f"dtype={self.dtype!r}, shape={self.shape!r}, stype={self.stype!r}"
+    return f"Array({fields}, data=<not here: {backing.why}>)"
 
 
 def placeholder(name: str, dtype: str, shape: tuple[int, ...], why: str) -> Array:
@@ -469,7 +481,9 @@ def placeholder(name: str, dtype: str, shape: tuple[int, ...], why: str) -> Arra
 # ArrayRecord
 
 
-def _from_array_dict(cls: type[ArrayRecord], array_dict: dict[str, Array], *, keep_input: bool = True) -> ArrayRecord:
+def _from_array_dict(
+    cls: type[ArrayRecord], array_dict: dict[str, Array], *, keep_input: bool = True
+) -> ArrayRecord:
     """Create ArrayRecord from a dictionary of :class:`Array`."""
     record = ArrayRecord()
     for key, array in array_dict.items():
@@ -509,7 +523,9 @@ def _from_torch_state_dict(
 ) -> ArrayRecord:
     """Create ArrayRecord from PyTorch ``state_dict``."""
     if "torch" not in sys.modules:
-        return _originals[ArrayRecord]["from_torch_state_dict"].__func__(cls, state_dict, keep_input=keep_input)
+        return _originals[ArrayRecord]["from_torch_state_dict"].__func__(
+            cls, state_dict, keep_input=keep_input
+        )
     record = ArrayRecord()
     _state.arena.make_room(_large_bytes(t.numel() * t.element_size() for t in state_dict.values()))
     for key in list(state_dict.keys()):
@@ -643,7 +659,9 @@ def _inspect_data(entry: Entry, stype: str, data: memoryview) -> tuple[Entry, me
             header = _npy_header(entry.dtype, entry.shape, fortran)
             if data[: len(header)] == header and len(data) == len(header) + entry.nbytes:
                 return entry._replace(dtype=entry.dtype + FORTRAN * fortran), data[len(header) :]
-    raise NotCarried(f"array {entry.name!r} ({entry.dtype} {entry.shape}, stype {stype!r}) has no plain bytes")
+    raise NotCarried(
+        f"array {entry.name!r} ({entry.dtype} {entry.shape}, stype {stype!r}) has no plain bytes"
+    )
 
 
 def contents(record: ArrayRecord) -> list[tuple[str, object]]:
@@ -691,10 +709,10 @@ def _in_place(found: list[tuple[Entry, _Source]]) -> tuple[Memory, int] | None:
         if not isinstance(source, Backing) or source.memory is not memory or source.offset != end:
             return None
         end += source.nbytes
-    small = b"".join(source for entry, source in found if entry.nbytes < SMALL_BYTES)
+    small = b"".join(source for entry, source in found if isinstance(source, memoryview))
     if small and memory.append(small, at=end) is None and not _has(memory, end, small):
         return None
-    _state.arena.end_record(memory)
+    _state.arena.end_record(memory, end + len(small))
     return memory, large[0].offset
 
 
@@ -715,7 +733,7 @@ def _copy_record(
         for i, (entry, source) in enumerate(found):
             if (entry.nbytes >= SMALL_BYTES) != large:
                 continue
-            payload = source.payload() if isinstance(source, Backing) else np.frombuffer(source, np.uint8)
+            payload = source.payload() if isinstance(source, Backing) else source
             offset = memory.append(payload)
             if offset is None:
                 raise MemoryError(f"memory of {memory.nbytes} bytes has no room for array {entry.name!r}")
@@ -756,7 +774,9 @@ def scatter(memory: Memory, offset: int, layout: list[Entry]) -> ArrayRecord:
     layout = [_checked(entry) for entry in layout]
     total = layout_bytes(layout)
     if offset < 0 or offset + total > memory.nbytes:
-        raise ValueError(f"the arrays need {total} bytes from byte {offset} on, the memory has {memory.nbytes}")
+        raise ValueError(
+            f"the arrays need {total} bytes from byte {offset} on, the memory has {memory.nbytes}"
+        )
     views = Views(memory)
     record = ArrayRecord()
     for entry, start in zip(layout, offsets(layout), strict=True):
@@ -787,7 +807,6 @@ def _settle(record: ArrayRecord) -> None:
     backings = (array.__dict__.get(_BACKING) for array in record.values())
     if not any(isinstance(backing, Backing) and _state.arena.holds(backing.memory) for backing in backings):
         return
-    try:
+    # Otherwise it goes Flower's own way, later, and nothing is lost.
+    with contextlib.suppress(NotCarried, ArrayNotHere):
         _in_place(_inspect(record))
-    except (NotCarried, ArrayNotHere):
-        pass  # it goes Flower's own way, later, and nothing is lost

@@ -40,7 +40,12 @@ class Memory:
     __slots__ = ("__weakref__", "_lock", "_mapping", "_pid", "_shared", "fd", "nbytes", "used")
 
     def __init__(
-        self, fd: int, nbytes: int, used: int, on_close: Callable[[int], Any] | None, mapping: mmap.mmap | None
+        self,
+        fd: int,
+        nbytes: int,
+        used: int,
+        on_close: Callable[[int], Any] | None,
+        mapping: mmap.mmap | None,
     ) -> None:
         self.fd = fd
         self.nbytes = nbytes
@@ -93,7 +98,9 @@ class Memory:
             raise ValueError(f"a memory file needs at least 1 byte, not {nbytes}")
         size = os.fstat(fd).st_size
         if size < nbytes:
-            raise ValueError(f"memory file {fd} has {size} bytes, {nbytes} were announced: ask the sender again")
+            raise ValueError(
+                f"memory file {fd} has {size} bytes, {nbytes} were announced: ask the sender again"
+            )
         if mapping is not None and len(mapping) < nbytes:
             raise ValueError(f"the mapping of memory file {fd} has {len(mapping)} bytes, not {nbytes}")
         return cls(fd, nbytes, nbytes, on_close, mapping)
@@ -112,8 +119,8 @@ class Memory:
         """All bytes, uint8, writable, in a new mapping: writes stay in it (copy on write)."""
         return self._view(self._map(mmap.MAP_PRIVATE))
 
-    def append(self, payload: bytes | np.ndarray, at: int | None = None) -> int | None:
-        """Write `payload` (bytes, or a uint8 array) behind what is written and return its offset.
+    def append(self, payload: bytes | memoryview | np.ndarray, at: int | None = None) -> int | None:
+        """Write `payload` (bytes, or as a uint8 array) behind what is written and return its offset.
 
         Returns None if there is no room, or if `at` is given and the written part does not end
         there. Raises MemoryError if the machine has too little memory.
@@ -136,7 +143,7 @@ class Memory:
         """Copy `len(target)` bytes from `offset` on into `target`, a uint8 array."""
         done = 0
         while done < len(target):
-            count = os.preadv(self.fd, [target[done:]], offset + done)
+            count = os.preadv(self.fd, [target[done:].data], offset + done)
             if count == 0:
                 raise OSError(f"memory file {self.fd} ends at byte {offset + done} of {self.nbytes}")
             done += count
@@ -157,10 +164,10 @@ class Memory:
         view.memory = self
         return view
 
-    def _write(self, payload: bytes | np.ndarray, offset: int) -> None:
+    def _write(self, payload: bytes | memoryview | np.ndarray, offset: int) -> None:
         if len(payload) >= CHECKED_BYTES and self._mapping is None:
             _check_available(len(payload))
-        view = memoryview(payload)
+        view = payload.data if isinstance(payload, np.ndarray) else memoryview(payload)
         if self._mapping is not None:
             target = np.frombuffer(self._mapping, np.uint8, len(view), offset)
             np.copyto(target, np.frombuffer(view, np.uint8))
@@ -187,7 +194,7 @@ class Views:
         self._mappings: list[_Lent] = []
 
     def lend(self, offset: int, nbytes: int) -> np.ndarray | None:
-        """Return the bytes of a mapping in which this range is untouched; None if there are too many."""
+        """Return the bytes of a mapping in which this range is untouched; None if none can be had."""
         with self._lock:
             self._mappings = [lent for lent in self._mappings if lent.view() is not None]
             for lent in self._mappings:
@@ -198,7 +205,10 @@ class Views:
             if len(self._mappings) >= MAX_MAPPINGS:
                 return None
             filled_bytes = self.memory.used
-            view = self.memory.private()
+            try:
+                view = self.memory.private()
+            except OSError:  # too many open files or mappings: a copy needs neither
+                return None
             self._mappings.append(_Lent(view, filled_bytes, offset))
             return view
 
@@ -237,42 +247,45 @@ class Arena:
         """Let the next `nbytes` bytes stand in one memory."""
         with self._lock:
             self._next_bytes = nbytes
-            if self._views is not None and self._room_bytes() < nbytes:
+            views = self._views
+            if views is not None and views.memory.nbytes - views.memory.used < nbytes:
                 self._views = None
 
     def store(self, payload: np.ndarray) -> tuple[Views, int]:
         """Copy `payload` (uint8) and return where it stands. Raises MemoryError."""
         with self._lock:
-            offset = self._views.memory.append(payload) if self._views is not None else None
-            if offset is None:
-                self._begin(len(payload))
-                offset = self._views.memory.append(payload)
+            views = self._views
+            offset = views.memory.append(payload) if views is not None else None
+            if views is None or offset is None:
+                views = self._begin(len(payload))
+                offset = views.memory.append(payload)
             assert offset is not None, "_begin made room"
-            return self._views, offset
+            return views, offset
 
     def holds(self, memory: Memory) -> bool:
         """Whether the next array may be put into `memory`."""
         views = self._views
         return views is not None and views.memory is memory
 
-    def end_record(self, memory: Memory) -> None:
-        """Say that a record that ends in `memory` is complete: the next one begins elsewhere."""
+    def end_record(self, memory: Memory, end: int) -> None:
+        """Say that the record that ends at byte `end` of `memory` is complete.
+
+        If nothing was put behind it yet, the next array begins a record: elsewhere, unless small.
+        """
         with self._lock:
-            if not self.holds(memory):
+            if not self.holds(memory) or memory.used != end:
                 return
-            if memory.used >= OWN_MEMORY_BYTES:
+            if end >= OWN_MEMORY_BYTES:
                 self._views = None
             else:
                 memory.align()
 
-    def _room_bytes(self) -> int:
-        return self._views.memory.nbytes - self._views.memory.used
-
-    def _begin(self, nbytes: int) -> None:
+    def _begin(self, nbytes: int) -> Views:
         self._views = None  # free the old one first
         wanted = max(nbytes, self._expected_bytes, self._next_bytes) + HEADROOM_BYTES
         self._next_bytes = 0
         self._views = Views(empty_memory(self._allocate, max(wanted, CHUNK_BYTES)))
+        return self._views
 
 
 def empty_memory(allocate: Callable[[int], Memory], nbytes: int) -> Memory:
