@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from flwr.app import Array, ArrayRecord
 
-from .memory import Arena, Memory, Views, empty_memory
+from .memory import Arena, Memory, Views, Workspace, empty_memory
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,10 @@ class Backing:
             lent = self.views.lend(self.offset, self.nbytes)
             if lent is not None:
                 return lent, self.offset
-        copy = np.empty(self.nbytes, np.uint8)
+        workspace = _state.workspace
+        copy = workspace.take(self.nbytes) if workspace is not None else None
+        if copy is None:
+            copy = np.empty(self.nbytes, np.uint8)
         self.memory.read_into(copy, self.offset)
         return copy, 0
 
@@ -170,6 +173,7 @@ class _State:
 
     arena = Arena()
     eager = False
+    workspace: Workspace | None = None
 
 
 _state = _State()
@@ -209,13 +213,17 @@ def install() -> None:
             raise
 
 
-def configure(*, arena: Arena | None = None, eager: bool | None = None) -> None:
+def configure(
+    *, arena: Arena | None = None, eager: bool | None = None, workspace: Workspace | None = None
+) -> None:
     """Set where new arrays are put, and how `numpy()` makes its result, for the whole process.
 
     Lazy (the default): a copy-on-write view, which costs nothing until it is read; right for a
     server, and for clients that load the arrays into a model of their own. Eager: a copy; right for
     apps that train in the arrays themselves, because a page written to costs three times a copy.
+    The copies stand in the workspace, as long as it has room.
     """
+    _state.workspace = workspace
     if arena is not None:
         _state.arena = arena
     if eager is not None:

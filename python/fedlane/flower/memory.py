@@ -288,6 +288,32 @@ class Arena:
         return self._views
 
 
+class Workspace:
+    """Gives out pieces of memory from `allocate(nbytes) -> Memory`, each once, to work in.
+
+    Memory that was touched before costs a tenth of fresh memory; whoever allocates knows where
+    some is. `nbytes` is what will be needed in all; what is needed beyond it is not given.
+    """
+
+    def __init__(self, allocate: Callable[[int], Memory], nbytes: int) -> None:
+        self._allocate = allocate
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        self._bytes: np.ndarray | None = None
+        self._used = 0
+
+    def take(self, nbytes: int) -> np.ndarray | None:
+        """A piece of `nbytes` bytes, aligned, with any content; None if there is none left."""
+        with self._lock:
+            begin = -(-self._used // RECORD_ALIGN_BYTES) * RECORD_ALIGN_BYTES
+            if begin + nbytes > self._nbytes:
+                return None
+            if self._bytes is None:
+                self._bytes = empty_memory(self._allocate, self._nbytes).shared()
+            self._used = begin + nbytes
+            return self._bytes[begin : self._used]
+
+
 def empty_memory(allocate: Callable[[int], Memory], nbytes: int) -> Memory:
     """Ask `allocate` for memory to overwrite. Raises MemoryError if it gives too little."""
     memory = allocate(nbytes)

@@ -8,7 +8,7 @@ from flwr.common import log
 from . import arrays, tickets
 from .headers import header_of, layout_of
 from .host import Host, Unreachable
-from .memory import Arena, Memory
+from .memory import RECORD_ALIGN_BYTES, Arena, Memory, Workspace
 
 
 def fedlane_mod(message: Message, context: Context, call_next) -> Message:
@@ -28,7 +28,8 @@ def fedlane_mod(message: Message, context: Context, call_next) -> Message:
         log(WARNING, "fedlane: the server's data port cannot be used: %s", error)
         content = RecordDict({tickets.ORDER: tickets.refusal(str(error))})
         return Message(content, reply_to=message)
-    arrays.configure(arena=arena_of(host, message.content), eager=True)
+    arena, workspace = memory_for(host, message.content)
+    arrays.configure(arena=arena, workspace=workspace, eager=True)
     try:
         reply = call_next(message, context)
         if reply.has_content():
@@ -39,8 +40,8 @@ def fedlane_mod(message: Message, context: Context, call_next) -> Message:
     return reply
 
 
-def arena_of(host: Host, content: RecordDict) -> Arena:
-    """Warm memory for the reply's arrays, which mostly are as many as came."""
+def memory_for(host: Host, content: RecordDict) -> tuple[Arena, Workspace]:
+    """Warm memory for the reply's arrays, mostly as many as came, and to work on those."""
 
     def allocate(nbytes: int) -> Memory:
         try:
@@ -49,14 +50,16 @@ def arena_of(host: Host, content: RecordDict) -> Arena:
             log(WARNING, "fedlane: %s", error)
             return Memory.create(nbytes, sparse=True)
 
+    records = tickets.array_records(content).values()
+    sizes = [size_bytes(record) for record in records]
     arena = Arena(allocate)
-    arena.expect(max((nbytes_of(r) for r in tickets.array_records(content).values()), default=0))
-    return arena
+    arena.expect(max(sizes, default=0))
+    return arena, Workspace(allocate, sum(sizes))
 
 
-def nbytes_of(record: ArrayRecord) -> int:
-    """Bytes of a record, as it came."""
-    return arrays.layout(record)[1]
+def size_bytes(record: ArrayRecord) -> int:
+    """Bytes of a record as it came, and what aligning each array may add."""
+    return arrays.layout(record)[1] + RECORD_ALIGN_BYTES * len(record)
 
 
 def unpacked(content: RecordDict, host: Host) -> RecordDict:
