@@ -2,6 +2,7 @@
 //! file, present from the start, and kept for the next round.
 
 use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
 use std::sync::{Mutex, PoisonError};
 
 use crate::error::RegionError;
@@ -50,6 +51,12 @@ impl Region {
     pub fn bytes_mut(&mut self) -> (&mut [u8], BorrowedFd<'_>) {
         let (bytes, file) = self.mapping.bytes_mut();
         (&mut bytes[..self.bytes], file)
+    }
+
+    /// Where the bytes start, for those who share them beyond what a borrow can say: whoever writes
+    /// there while the region is sent makes the transfer fail.
+    pub fn start(&self) -> NonNull<u8> {
+        self.mapping.start()
     }
 
     /// The memory file; byte 0 of the region is at position 0.

@@ -3,6 +3,8 @@
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::Duration;
 
+use fedlane::limits;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::errors::FedlaneError;
@@ -38,7 +40,8 @@ pub fn run_ticking<T: Send + 'static>(
         if let Err(interrupt) = py.check_signals().and_then(|()| tick(py)) {
             cancel();
             // What it returns now is what cancelling made of it.
-            let _ = wait(py, &mut result, CANCEL_PATIENCE);
+            // Dropped without the GIL too: it may hold threads that end first.
+            py.detach(move || drop(result.recv_timeout(CANCEL_PATIENCE)));
             return Err(interrupt);
         }
     }
@@ -59,4 +62,24 @@ fn wait<T: Send>(
     patience: Duration,
 ) -> Result<T, RecvTimeoutError> {
     py.detach(move || result.recv_timeout(patience))
+}
+
+/// An exception in one line, for the peers that it ends the session of.
+pub fn describe(error: &Bound<'_, PyAny>) -> String {
+    let kind = error.get_type().name().map_or_else(|_| "error".into(), |name| name.to_string());
+    match error.str().map(|text| text.to_string()) {
+        Ok(text) if !text.is_empty() => format!("its program ended: {kind}: {text}"),
+        _ => format!("its program ended: {kind}"),
+    }
+}
+
+/// Refuses deadlines that the engine cannot use.
+pub fn check_deadline(deadline_ms: u64) -> PyResult<u64> {
+    let (least, most) = (limits::MIN_DEADLINE_MS, limits::MAX_DEADLINE_MS);
+    match (least..=most).contains(&deadline_ms) {
+        true => Ok(deadline_ms),
+        false => Err(PyValueError::new_err(format!(
+            "deadline_ms: {deadline_ms} is not between {least} and {most}"
+        ))),
+    }
 }
