@@ -31,7 +31,7 @@ pub fn run_ticking<T: Send + 'static>(
     })?;
     loop {
         match wait(py, &mut result, SIGNAL_CHECK) {
-            Ok(value) => return Ok(value),
+            Ok(value) => return keep_unless_interrupted(py, value),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(FedlaneError::new_err("fedlane panicked; please report this"));
@@ -43,6 +43,18 @@ pub fn run_ticking<T: Send + 'static>(
             // Dropped without the GIL too: it may hold threads that end first.
             py.detach(move || drop(result.recv_timeout(CANCEL_PATIENCE)));
             return Err(interrupt);
+        }
+    }
+}
+
+/// Ctrl-C in the moment of the result counts too. Otherwise an error that it caused elsewhere, in
+/// a peer on the same terminal, would hide it.
+fn keep_unless_interrupted<T: Send>(py: Python<'_>, value: T) -> PyResult<T> {
+    match py.check_signals() {
+        Ok(()) => Ok(value),
+        Err(interrupt) => {
+            py.detach(move || drop(value));
+            Err(interrupt)
         }
     }
 }
