@@ -1,6 +1,7 @@
 """DLPack exports, and views in PyTorch where it is installed."""
 
 import gc
+import sys
 
 import fedlane
 import numpy as np
@@ -39,8 +40,9 @@ def test_what_cannot_be_done_is_refused():
 
 
 def test_exports_are_read_only_while_sending(sending):
-    array = np.from_dlpack(sending.region.dlpack("w"))
-    assert not array.flags.writeable
+    # Older NumPy knows only the protocol without read-only tensors.
+    if np.lib.NumpyVersion(np.__version__) >= "2.1.0":
+        assert not np.from_dlpack(sending.region.dlpack("w")).flags.writeable
     with pytest.raises(BufferError, match="being sent"):
         sending.region.dlpack("w").__dlpack__()
 
@@ -55,7 +57,7 @@ def test_torch_views(name, shape):
             region.torch("x")
         return
     given = torch.ones(shape, dtype=getattr(torch, name))
-    region = fedlane.Region.from_arrays({"x": given, "odd": torch.ones(3, dtype=torch.uint8)})
+    region = fedlane.Region.from_arrays({"x": given})
     views = [region.torch("x")]
     if name not in ("bool", "float8_e4m3fn"):
         views.append(torch.from_dlpack(region.dlpack("x")))
@@ -64,7 +66,7 @@ def test_torch_views(name, shape):
         assert tuple(view.shape) == shape
         assert torch.equal(view, given)
         view.zero_()
-        assert not any(memoryview(region)[: given.nelement() * given.element_size()])
+        assert not any(memoryview(region))
         view.fill_(1)
     del region
     gc.collect()
@@ -85,8 +87,6 @@ def test_torch_is_refused_while_sending(sending):
 
 
 def test_without_torch_the_error_says_what_to_install(monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ImportError, match="pip install torch"):
         fedlane.Region({"x": ("bfloat16", ())}).torch("x")
