@@ -124,15 +124,15 @@ fn a_region_is_sent_as_the_model() {
     let other = Region::new(8).unwrap();
     let refused = session.send_region(&synthetic(8, Dtype::F32).unwrap(), Arc::new(other));
     assert!(matches!(refused, Err(AggregatorError::Initial { .. })));
-    let (sending, _) =
-        start(move || session.send_region(&model(), Arc::new(region)).map(|()| session));
+    let sending =
+        thread::spawn(move || session.send_region(&model(), Arc::new(region)).map(|()| session));
     let Task::Download { round: 0, digest } = client.next_task().unwrap() else { panic!() };
     let mut target = Region::new(model().data_bytes()).unwrap();
     client.download(0, digest, Target::Region(&mut target)).unwrap();
     client.confirm(0).unwrap();
     assert!(target.bytes().iter().all(|&byte| byte == 7));
     let mut session = sending.join().unwrap().unwrap();
-    let (running, _) = start(move || session.round());
+    let running = thread::spawn(move || session.round());
     assert!(matches!(client.next_task().unwrap(), Task::Upload { round: 1 }));
     client.upload(1, &Generator::new(model(), 1)).unwrap();
     running.join().unwrap().unwrap();
