@@ -113,7 +113,7 @@ pub(crate) enum Event {
     Lane {
         result: Result<(), LaneError>,
     },
-    /// The memory of the rounds is there, or cannot be had.
+    /// The memory of the rounds is there, or cannot be had; or the session shall end.
     Warm {
         result: Result<Phase, AggregatorError>,
     },
@@ -204,6 +204,26 @@ impl Aggregator {
     /// Where clients can dial.
     pub fn address(&self) -> SocketAddr {
         self.address
+    }
+
+    /// Ends this aggregator, or the session that it becomes, from another thread.
+    pub fn canceller(&self) -> Canceller {
+        Canceller { events: self.sender.clone() }
+    }
+}
+
+/// Ends an aggregator from another thread, whatever it waits for.
+#[derive(Clone)]
+pub struct Canceller {
+    events: Sender<Event>,
+}
+
+impl Canceller {
+    /// Makes the call that runs, or else the next one, fail with [`AggregatorError::Cancelled`],
+    /// and the clients hear of it.
+    pub fn cancel(&self) {
+        // Nobody listens any more when the session has ended.
+        let _ = self.events.send(Event::Warm { result: Err(AggregatorError::Cancelled) });
     }
 }
 
@@ -497,6 +517,7 @@ impl Session {
         while open > 0 {
             match self.events.recv_timeout(patience.saturating_duration_since(Instant::now())) {
                 Ok(Event::Lost { .. }) => open -= 1,
+                Ok(Event::Warm { result: Err(error) }) => return Err(error),
                 Ok(_) => {}
                 Err(_) => break,
             }

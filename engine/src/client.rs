@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -128,6 +128,40 @@ impl Progress {
     }
 }
 
+/// Ends a client from another thread, whatever it waits for.
+#[derive(Clone, Default)]
+pub struct Canceller(Arc<Mutex<CancelState>>);
+
+#[derive(Default)]
+struct CancelState {
+    cancelled: bool,
+    /// Weak, so that it ends with its client.
+    writer: Weak<Writer>,
+}
+
+impl Canceller {
+    /// Ends the session: the call that runs, or else the next one, fails, and the aggregator hears
+    /// `reason`. A connection that is still being made ends as soon as it stands.
+    pub fn cancel(&self, reason: &str) {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        state.cancelled = true;
+        if let Some(writer) = state.writer.upgrade() {
+            // An aggregator that is gone need not hear it.
+            let _ = writer.send_if_idle(&ClientMessage::Failed { reason: printable(reason) });
+            writer.shut_down();
+        }
+    }
+
+    fn watch(&self, writer: &Arc<Writer>) -> Result<(), ClientError> {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.cancelled {
+            return Err(ClientError::Cancelled);
+        }
+        state.writer = Arc::downgrade(writer);
+        Ok(())
+    }
+}
+
 impl Client {
     /// Joins the session of the aggregator at `address` with a model of this layout, and waits
     /// until all clients have joined.
@@ -139,7 +173,20 @@ impl Client {
         config: ClientConfig,
         manifest: &Manifest,
     ) -> Result<Client, ClientError> {
-        Self::join_with(address, config, Some(manifest))
+        Self::join_with(address, config, Some(manifest), &Canceller::default())
+    }
+
+    /// As [`Client::join`]; `canceller` ends it, and the client that it makes, from another thread.
+    ///
+    /// # Errors
+    /// As [`Client::join`], and [`ClientError::Cancelled`].
+    pub fn join_cancellable(
+        address: impl ToSocketAddrs + std::fmt::Display,
+        config: ClientConfig,
+        manifest: &Manifest,
+        canceller: &Canceller,
+    ) -> Result<Client, ClientError> {
+        Self::join_with(address, config, Some(manifest), canceller)
     }
 
     /// Joins without a model, to be told its layout: for a session that has an initial one.
@@ -150,13 +197,14 @@ impl Client {
         address: impl ToSocketAddrs + std::fmt::Display,
         config: ClientConfig,
     ) -> Result<Client, ClientError> {
-        Self::join_with(address, config, None)
+        Self::join_with(address, config, None, &Canceller::default())
     }
 
     fn join_with(
         address: impl ToSocketAddrs + std::fmt::Display,
         config: ClientConfig,
         manifest: Option<&Manifest>,
+        canceller: &Canceller,
     ) -> Result<Client, ClientError> {
         let dialled = control::dial(&address, &config.congestion, config.deadline);
         let mut socket =
@@ -168,6 +216,7 @@ impl Client {
         let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
         socket.set_read_timeout(Some(config.deadline))?;
         let writer = Arc::new(Writer::new(&socket, config.deadline)?);
+        canceller.watch(&writer)?;
         control::write_fixed(&mut socket, &Preamble::new(Channel::Control))
             .map_err(|error| at(error.into()))?;
         let join = ClientMessage::Join {

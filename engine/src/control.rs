@@ -43,7 +43,7 @@ impl Writer {
     }
 
     /// Sends one message, unless another thread is sending one just now.
-    fn send_if_idle<T: Serialize>(&self, message: &T) -> Result<(), ControlError> {
+    pub(crate) fn send_if_idle<T: Serialize>(&self, message: &T) -> Result<(), ControlError> {
         let frame = frame::encode(message)?;
         match self.turn.try_lock() {
             Ok(_turn) => self.write(&frame),

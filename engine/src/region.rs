@@ -3,6 +3,7 @@
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
 use std::sync::{Mutex, PoisonError};
 
 use rustix::fs;
@@ -74,6 +75,13 @@ impl Region {
     pub fn bytes_mut(&mut self) -> (&mut [u8], BorrowedFd<'_>) {
         let (bytes, file) = self.mapping.bytes_mut();
         (&mut bytes[self.start..self.start + self.bytes], file)
+    }
+
+    /// Where the bytes start, for those who share them beyond what a borrow can say: whoever writes
+    /// there while the region is sent makes the transfer fail.
+    pub fn start(&self) -> NonNull<u8> {
+        let start = self.mapping.start().as_ptr().wrapping_add(self.start);
+        NonNull::new(start).expect("within the mapping")
     }
 
     /// The memory file; byte 0 of the region is at [`Region::position`].

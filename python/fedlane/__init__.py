@@ -1,6 +1,28 @@
 """fedlane moves the parameters of a model between an aggregator and its clients and averages
 them while they arrive."""
 
-from ._core import FedlaneError, ModelError, OutOfMemory, PeerError, Region, __version__
+from ._core import (
+    Aggregator,
+    Client,
+    FedlaneError,
+    ModelError,
+    OutOfMemory,
+    PeerError,
+    Region,
+    __version__,
+    load,
+    save,
+)
 
-__all__ = ["FedlaneError", "ModelError", "OutOfMemory", "PeerError", "Region", "__version__"]
+__all__ = [
+    "Aggregator",
+    "Client",
+    "FedlaneError",
+    "ModelError",
+    "OutOfMemory",
+    "PeerError",
+    "Region",
+    "__version__",
+    "load",
+    "save",
+]

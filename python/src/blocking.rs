@@ -3,6 +3,8 @@
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::Duration;
 
+use fedlane::limits;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::errors::FedlaneError;
@@ -29,7 +31,7 @@ pub fn run_ticking<T: Send + 'static>(
     })?;
     loop {
         match wait(py, &mut result, SIGNAL_CHECK) {
-            Ok(value) => return Ok(value),
+            Ok(value) => return keep_unless_interrupted(py, value),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(FedlaneError::new_err("fedlane panicked; please report this"));
@@ -38,8 +40,21 @@ pub fn run_ticking<T: Send + 'static>(
         if let Err(interrupt) = py.check_signals().and_then(|()| tick(py)) {
             cancel();
             // What it returns now is what cancelling made of it.
-            let _ = wait(py, &mut result, CANCEL_PATIENCE);
+            // Dropped without the GIL too: it may hold threads that end first.
+            py.detach(move || drop(result.recv_timeout(CANCEL_PATIENCE)));
             return Err(interrupt);
+        }
+    }
+}
+
+/// Ctrl-C in the moment of the result counts too. Otherwise an error that it caused elsewhere, in
+/// a peer on the same terminal, would hide it.
+fn keep_unless_interrupted<T: Send>(py: Python<'_>, value: T) -> PyResult<T> {
+    match py.check_signals() {
+        Ok(()) => Ok(value),
+        Err(interrupt) => {
+            py.detach(move || drop(value));
+            Err(interrupt)
         }
     }
 }
@@ -59,4 +74,24 @@ fn wait<T: Send>(
     patience: Duration,
 ) -> Result<T, RecvTimeoutError> {
     py.detach(move || result.recv_timeout(patience))
+}
+
+/// An exception in one line, for the peers that it ends the session of.
+pub fn describe(error: &Bound<'_, PyAny>) -> String {
+    let kind = error.get_type().name().map_or_else(|_| "error".into(), |name| name.to_string());
+    match error.str().map(|text| text.to_string()) {
+        Ok(text) if !text.is_empty() => format!("its program ended: {kind}: {text}"),
+        _ => format!("its program ended: {kind}"),
+    }
+}
+
+/// Refuses deadlines that the engine cannot use.
+pub fn check_deadline(deadline_ms: u64) -> PyResult<u64> {
+    let (least, most) = (limits::MIN_DEADLINE_MS, limits::MAX_DEADLINE_MS);
+    match (least..=most).contains(&deadline_ms) {
+        true => Ok(deadline_ms),
+        false => Err(PyValueError::new_err(format!(
+            "deadline_ms: {deadline_ms} is not between {least} and {most}"
+        ))),
+    }
 }

@@ -47,3 +47,10 @@ pub fn parse(text: &str) -> PyResult<Dtype> {
         ModelError::new_err(format!("there is no dtype {text:?}; there are {}", names.join(", ")))
     })
 }
+
+/// Whether NumPy itself lacks the dtype.
+pub fn needs_ml_dtypes(dtype: Dtype) -> bool {
+    NAMES.iter().any(|(known, name)| {
+        *known == dtype && (name.starts_with("bfloat") || name.starts_with("float8"))
+    })
+}

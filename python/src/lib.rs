@@ -1,12 +1,18 @@
 //! The extension module `fedlane._core`: thin Python classes over the engine.
 #![deny(unsafe_code)]
 
+mod aggregator;
 mod blocking;
+mod client;
 mod descriptor;
 mod dtypes;
 mod errors;
 mod exchange;
+mod export;
+mod files;
+mod progress;
 mod region;
+mod views;
 
 use pyo3::prelude::*;
 
@@ -15,5 +21,10 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     errors::register(module)?;
     exchange::register(module)?;
-    module.add_class::<region::Region>()
+    module.add_class::<region::Region>()?;
+    module.add_class::<aggregator::Aggregator>()?;
+    module.add_class::<client::Client>()?;
+    module.add_class::<views::DlpackTensor>()?;
+    module.add_function(wrap_pyfunction!(files::save, module)?)?;
+    module.add_function(wrap_pyfunction!(files::load, module)?)
 }

@@ -16,6 +16,7 @@ use crate::lane::receive::{Incoming, Shared, receive};
 use crate::lane::send::{Outgoing, send};
 use crate::lane::start_lane;
 use crate::limits;
+use crate::manifest::Manifest;
 use crate::meter::{Meter, Phase};
 use crate::paths::SendKind;
 use crate::region::Region;
@@ -38,6 +39,25 @@ impl Session {
     pub fn send_initial(&mut self, source: &dyn Source) -> Result<(), AggregatorError> {
         let loaded = self.load(source);
         self.end_on_error(loaded)?;
+        self.broadcast()
+    }
+
+    /// Makes `region` the model and sends it to every client, without a copy. Until this returns
+    /// its bytes must not change: a client would find a checksum that does not match.
+    ///
+    /// # Errors
+    /// As [`Session::round`]; and, before anything is sent, a region of another layout.
+    pub fn send_region(
+        &mut self,
+        manifest: &Manifest,
+        region: Arc<Region>,
+    ) -> Result<(), AggregatorError> {
+        if let Some(difference) = self.manifest.first_difference(manifest) {
+            return Err(AggregatorError::Initial { difference });
+        }
+        let sealed = RegionSource::seal(&self.manifest, &region, &self.chunks, self.lanes.len());
+        let sums = sealed.into_sums();
+        self.model = Some(Model { region, sums });
         self.broadcast()
     }
 
@@ -518,7 +538,8 @@ impl Watch<'_> {
                 return Ok(());
             }
             // Its ticket admits each stream once, and all are connected.
-            Event::Stream { .. } | Event::Warm { .. } => return Ok(()),
+            Event::Stream { .. } => return Ok(()),
+            Event::Warm { result } => return result.map(drop),
             Event::Lost { client, error } => (client, Fault::from(error)),
             Event::Message { client, message } => match self.understand(client, message) {
                 Ok(()) => return Ok(()),

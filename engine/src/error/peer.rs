@@ -358,6 +358,9 @@ pub enum AggregatorError {
     /// A lane, for a reason that is no client's.
     #[error(transparent)]
     Lane(#[from] LaneError),
+    /// Another thread asked for it.
+    #[error("the aggregator was stopped")]
+    Cancelled,
     /// Threads or descriptors.
     #[error("the host refused a thread or descriptor: {0}")]
     Host(#[from] io::Error),
@@ -530,6 +533,9 @@ pub enum ClientError {
     /// A lane, for a reason that is not the aggregator's.
     #[error(transparent)]
     Lane(#[from] LaneError),
+    /// Another thread asked for it.
+    #[error("the client was stopped")]
+    Cancelled,
     /// The host.
     #[error("the host refused a thread or descriptor: {0}")]
     Host(#[from] io::Error),

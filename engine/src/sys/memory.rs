@@ -137,6 +137,11 @@ impl Mapping {
         (bytes, self.file.as_fd())
     }
 
+    /// Where it starts, for those who share it beyond what a borrow can say.
+    pub fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
     /// The memory file.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()

@@ -1,0 +1,344 @@
+//! `fedlane.Aggregator`.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use fedlane::aggregator::{self, AggregatorConfig, Canceller, Session};
+use fedlane::error::AggregatorError;
+use fedlane::lane::receive::Order;
+use fedlane::limits;
+use fedlane::manifest::Manifest;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::blocking;
+use crate::errors::{FedlaneError, OrRaise};
+use crate::progress::{Counters, Reporter};
+use crate::region::Region;
+
+/// The process that averages: it listens, waits for its clients and runs rounds.
+///
+/// Aggregator(address, *, clients, rounds=1, order="arrival", deadline_ms=30000, progress=None)
+/// listens at once. `address` is "HOST:PORT"; port 0 takes a free one, and 0.0.0.0 lets other
+/// machines in. `clients` is how many are waited for, `rounds` how many rounds there will be.
+/// order="client" adds the clients' updates up in the order of their names, so that the mean has the
+/// same bits whoever comes first. A peer that is silent for `deadline_ms` milliseconds is given up.
+/// Connections are neither encrypted nor authenticated: use networks that you trust.
+///
+///     with fedlane.Aggregator("0.0.0.0:7733", clients=2, rounds=3) as aggregator:
+///         aggregator.gather()
+///         for _ in range(3):
+///             mean = aggregator.round()
+///
+/// The session ends with the `with` block: the clients hear that all rounds are done, or else why
+/// there are no more. Every call that waits lets other threads run and ends on Ctrl-C.
+///
+/// `progress` is called as progress(phase, client, done_bytes, total_bytes) every 50 ms while bytes
+/// move, and at the end of each phase, "upload" or "download". What it raises ends the session.
+///
+/// A client that dies, stalls or lies ends the session for all, with a PeerError that names it.
+/// After any error of a call, the session has ended; only ModelError from send() and wrong use leave
+/// it as it was.
+///
+/// Raises ValueError for numbers out of bounds; FedlaneError if the address cannot be listened on.
+#[pyclass(frozen, weakref, module = "fedlane", name = "Aggregator")]
+pub struct Aggregator {
+    address: SocketAddr,
+    rounds: u32,
+    canceller: Canceller,
+    progress: Option<Py<PyAny>>,
+    state: Mutex<State>,
+}
+
+enum State {
+    Listening(aggregator::Aggregator),
+    /// With the rounds that are done.
+    Session(Box<Session>, u32),
+    /// A call runs, maybe on another thread.
+    Busy,
+    /// Why nothing can be done any more.
+    Ended(&'static str),
+}
+
+const CLOSED: &str = "this aggregator was closed";
+const FAILED: &str = "the session has ended with an error before";
+const FINISHED: &str = "the session is finished";
+
+impl Aggregator {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the session for a call. Until it is put back others are told to wait.
+    fn take_session(&self) -> PyResult<(Box<Session>, u32)> {
+        let mut state = self.lock();
+        match std::mem::replace(&mut *state, State::Busy) {
+            State::Session(session, done) => Ok((session, done)),
+            other => {
+                let error = other.refusal("call gather() first");
+                *state = other;
+                Err(error)
+            }
+        }
+    }
+
+    /// Ends a call: with a session to go on with or, if it failed, with none.
+    fn put_back(&self, next: State) {
+        let mut state = self.lock();
+        // Whoever closed it meanwhile has the last word; the session is dropped with `next`.
+        if matches!(*state, State::Busy) {
+            *state = next;
+        }
+    }
+
+    /// Runs a call of the engine that has the session to itself.
+    fn call(
+        &self,
+        py: Python<'_>,
+        (mut session, done): (Box<Session>, u32),
+        phases: &[&str],
+        work: impl FnOnce(&mut Session) -> Result<(), AggregatorError> + Send + 'static,
+    ) -> PyResult<(Box<Session>, u32)> {
+        let counters = Counters::Aggregator(session.progress());
+        let callback = self.progress.as_ref().map(|callback| callback.clone_ref(py));
+        let mut reporter = Reporter::new(callback, Some(counters));
+        let run = move || work(&mut session).map(|()| session);
+        let tick = |py: Python<'_>| reporter.report(py);
+        let result = blocking::run_ticking(py, run, || self.canceller.cancel(), tick);
+        let session = result.and_then(OrRaise::or_raise);
+        let session = session.and_then(|session| {
+            phases.iter().try_for_each(|phase| reporter.finish(py, phase)).map(|()| session)
+        });
+        session.map(|session| (session, done)).inspect_err(|_| {
+            self.put_back(State::Ended(FAILED));
+        })
+    }
+
+    /// Receives updates and, if told so, sends their mean.
+    fn run_round(&self, py: Python<'_>, sends: bool) -> PyResult<Region> {
+        let (session, done) = self.take_session()?;
+        if done == self.rounds {
+            self.put_back(State::Session(session, done));
+            let text = format!("all {done} rounds are done; ask for more with rounds=");
+            return Err(FedlaneError::new_err(text));
+        }
+        let phases: &[&str] = if sends { &["upload", "download"] } else { &["upload"] };
+        let (session, _) = self.call(py, (session, done), phases, move |session| {
+            session.round()?;
+            if sends { session.broadcast() } else { Ok(()) }
+        })?;
+        let model = session.model().expect("a round that streams makes a model");
+        let manifest = Arc::new(session.manifest().clone());
+        self.put_back(State::Session(session, done + 1));
+        Ok(Region::wrap(model, manifest))
+    }
+
+    fn send_frozen(&self, py: Python<'_>, region: &Region) -> PyResult<()> {
+        let (session, done) = self.take_session()?;
+        if let Some(difference) = session.manifest().first_difference(region.manifest()) {
+            self.put_back(State::Session(session, done));
+            return Err(AggregatorError::Initial { difference }).or_raise();
+        }
+        let (memory, manifest) = (region.memory().clone(), region.manifest().clone());
+        let (session, done) = self.call(py, (session, done), &["download"], move |session| {
+            session.send_region(&manifest, memory)
+        })?;
+        self.put_back(State::Session(session, done));
+        Ok(())
+    }
+
+    /// Ends the session; `reason` tells the clients why there are no more rounds.
+    fn end(&self, py: Python<'_>, reason: &str) {
+        let state = std::mem::replace(&mut *self.lock(), State::Ended(CLOSED));
+        self.canceller.cancel();
+        // Joins threads.
+        py.detach(move || {
+            if let State::Session(session, _) = &state {
+                session.give_up(reason);
+            }
+            drop(state);
+        });
+    }
+}
+
+impl State {
+    /// Why a call is refused in this state.
+    fn refusal(&self, otherwise: &str) -> PyErr {
+        FedlaneError::new_err(match self {
+            State::Busy => "another thread is in a call of this aggregator".to_owned(),
+            State::Ended(why) => (*why).to_owned(),
+            _ => otherwise.to_owned(),
+        })
+    }
+}
+
+#[pymethods]
+impl Aggregator {
+    #[new]
+    #[pyo3(signature = (address, *, clients, rounds=1, order="arrival", deadline_ms=30_000, progress=None))]
+    fn new(
+        py: Python<'_>,
+        address: String,
+        clients: usize,
+        rounds: u32,
+        order: &str,
+        deadline_ms: u64,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Aggregator> {
+        let order = match order {
+            "arrival" => Order::Arrival,
+            "client" => Order::Client,
+            other => {
+                let text = format!("order is \"arrival\" or \"client\", not {other:?}");
+                return Err(PyValueError::new_err(text));
+            }
+        };
+        let deadline = Duration::from_millis(deadline_ms);
+        let config = AggregatorConfig { clients, rounds, order, deadline, ..Default::default() };
+        // Looks a name up.
+        let bind = move || aggregator::Aggregator::bind(address, config);
+        let aggregator = blocking::run(py, bind, || {})?.or_raise()?;
+        Ok(Aggregator {
+            address: aggregator.address(),
+            rounds,
+            canceller: aggregator.canceller(),
+            progress,
+            state: Mutex::new(State::Listening(aggregator)),
+        })
+    }
+
+    /// Where clients can dial: "HOST:PORT".
+    #[getter]
+    fn address(&self) -> String {
+        self.address.to_string()
+    }
+
+    /// Wait until all clients have joined with the same model.
+    ///
+    /// With `model`, a Region, clients must have that layout, and it is sent to all of them before
+    /// the first round. Without, the first client's layout counts.
+    ///
+    /// Returns the clients: a dict of name to number of examples, in the order of the names.
+    ///
+    /// Raises PeerError, which names the client, if one leaves or brings another model; ModelError
+    /// if the model has a dtype without a mean; OutOfMemory.
+    #[pyo3(signature = (model=None))]
+    fn gather<'py>(
+        &self,
+        py: Python<'py>,
+        model: Option<&Bound<'py, Region>>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let aggregator = {
+            let mut state = self.lock();
+            match std::mem::replace(&mut *state, State::Busy) {
+                State::Listening(aggregator) => aggregator,
+                other => {
+                    let error = other.refusal("all clients are here already");
+                    *state = other;
+                    return Err(error);
+                }
+            }
+        };
+        let manifest = model.map(|model| Manifest::clone(model.get().manifest()));
+        let wait = move || aggregator.gather(manifest).map(Box::new);
+        let gathered = blocking::run(py, wait, || self.canceller.cancel());
+        let session = gathered.and_then(OrRaise::or_raise).inspect_err(|_| {
+            self.put_back(State::Ended(FAILED));
+        })?;
+        let clients = PyDict::new(py);
+        for (name, _, examples) in session.clients() {
+            clients.set_item(name, examples)?;
+        }
+        self.put_back(State::Session(session, 0));
+        if let Some(model) = model {
+            self.send(py, model)?;
+        }
+        Ok(clients)
+    }
+
+    /// Run one round: average the updates of all clients while they arrive, and send the mean to all.
+    ///
+    /// Returns the mean, weighted by the clients' numbers of examples: a Region with the dtypes of
+    /// the model. It is yours to change.
+    ///
+    /// Raises PeerError, which names the client, if one dies, stalls or sends what does not match
+    /// its checksums; OutOfMemory; FedlaneError if all rounds are done.
+    fn round(&self, py: Python<'_>) -> PyResult<Region> {
+        self.run_round(py, true)
+    }
+
+    /// Average the updates of all clients, and send nothing.
+    ///
+    /// For a step of your own between the two halves of a round: change the Region that this
+    /// returns, or make another one, and send() it. Raises as round().
+    fn collect(&self, py: Python<'_>) -> PyResult<Region> {
+        self.run_round(py, false)
+    }
+
+    /// Send a model to all clients, and wait until each has confirmed it.
+    ///
+    /// `model` is a Region of the session's layout; its views are read-only meanwhile.
+    ///
+    /// Raises ModelError, before anything is sent, if the layout is another one; PeerError as
+    /// round(), also if the model was changed while it was sent.
+    fn send(&self, py: Python<'_>, model: &Bound<'_, Region>) -> PyResult<()> {
+        let region = model.get();
+        region.while_frozen(py, || self.send_frozen(py, region))
+    }
+
+    /// Tell the clients that training is done, also if not all rounds were run, and end the session.
+    ///
+    /// The end of the `with` block calls this after the last round.
+    fn finish(&self, py: Python<'_>) -> PyResult<()> {
+        let (session, _) = self.take_session()?;
+        let finish = move || session.finish();
+        let finished = blocking::run(py, finish, || self.canceller.cancel());
+        self.put_back(State::Ended(FINISHED));
+        finished?.or_raise()?;
+        Ok(())
+    }
+
+    /// End the session and close every connection. A call that another thread waits in fails.
+    ///
+    /// Can be called twice.
+    fn close(&self, py: Python<'_>) {
+        self.end(py, "the aggregator was closed");
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (kind, error, trace, /))]
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        kind: Option<Bound<'_, PyAny>>,
+        error: Option<Bound<'_, PyAny>>,
+        trace: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let _ = (kind, trace);
+        let done = match &*self.lock() {
+            State::Session(_, done) => Some(*done),
+            _ => None,
+        };
+        let finished = match (&error, done) {
+            (None, Some(done)) if done == self.rounds => self.finish(py),
+            _ => Ok(()),
+        };
+        let reason = match &error {
+            Some(error) => blocking::describe(error),
+            None => {
+                let (done, rounds) = (done.unwrap_or(0), self.rounds);
+                format!("the aggregator was closed after {done} of {rounds} rounds")
+            }
+        };
+        self.end(py, &reason);
+        finished
+    }
+}
+
+/// The default that the signature above repeats.
+const _: () = assert!(limits::DEADLINE.as_millis() == 30_000);
