@@ -184,6 +184,7 @@ class Deployment:
         self.supernodes: list[int] = []
         self.leftovers: list[Process] = []
         self.runs = 0
+        self.looks = 0
 
     def _environment(self, pythonpath: Sequence[Path]) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "FLWR"))}
@@ -326,6 +327,12 @@ class Deployment:
                 pid = everything[pid].parent
 
         return [pid for pid, each in everything.items() if each.role == "clientapp" and supernode in ancestors(pid)]
+
+    def kill(self, pid: int) -> None:
+        """SIGKILL for one process of this deployment."""
+        if pid not in [each.pid for each in self.processes()]:
+            raise DeploymentError(f"process {pid} is not a living process of this deployment")
+        os.kill(pid, signal.SIGKILL)
 
     def logs(self, role: str = "", tail: int = 4000) -> str:
         """The end of each process's log whose name begins with role; the ServerApp's comes last."""

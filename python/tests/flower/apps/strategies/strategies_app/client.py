@@ -20,12 +20,12 @@ CLIPPING = {"fixed": fixedclipping_mod, "adaptive": adaptiveclipping_mod, "local
 def fake_training(message: Message, context: Context) -> Message:
     partition = int(context.node_config["partition-id"])
     number = int(message.content["config"]["server-round"])
-    # Different for each strategy: Flower 1.34 loses a reply that holds two equal objects.
+    # Different for each strategy, so that no two of them send equal arrays (see model.py).
     name_seed = zlib.crc32(message.content["config"]["name"].encode())
     arrays = {name: each.numpy() for name, each in message.content["arrays"].items()}
     for name, each in arrays.items():
         random = np.random.default_rng([partition, number, name_seed, zlib.crc32(name.encode())])
-        step = random.standard_normal(each.shape) * 0.1 if each.dtype.kind == "f" else random.integers(0, 9, each.shape)
+        step = random.standard_normal(each.shape) * 0.1 if each.dtype.kind == "f" else random.integers(0, 2**30, each.shape)
         # In place, as many apps do: what Flower hands out is writable.
         each += np.asarray(step).astype(each.dtype)
     record = ArrayRecord({name: Array(each) for name, each in arrays.items()})

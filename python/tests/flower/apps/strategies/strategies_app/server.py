@@ -17,7 +17,7 @@ app = ServerApp()
 
 def work(name: str, case: Case, clients: int, rounds: int) -> Callable[[Grid], Result]:
     def start(grid: Grid) -> Result:
-        initial = ArrayRecord({key: Array(each) for key, each in case.model().items()})
+        initial = ArrayRecord({key: Array(each) for key, each in case.model(list(CASES).index(name)).items()})
         config = ConfigRecord({"name": name, "clip": case.clip})
         return case.make(clients).start(grid, initial, num_rounds=rounds, timeout=600, train_config=config)
 

@@ -11,7 +11,7 @@ from .model import floats, mixed
 
 class Case(NamedTuple):
     make: Callable[[int], Strategy]
-    model: Callable[[], dict] = mixed
+    model: Callable[[int], dict] = mixed
     clip: str = ""
 
 

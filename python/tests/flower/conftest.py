@@ -1,0 +1,32 @@
+"""One deployment for all tests that harm no process."""
+
+import pytest
+from harness import APPS, Deployment, Run
+
+
+@pytest.fixture(scope="session")
+def flower():
+    with Deployment(clients=4) as deployment:
+        yield deployment
+    assert deployment.leftovers == [], "these processes outlived their SuperNodes"
+
+
+@pytest.fixture(scope="session")
+def run_app(flower):
+    """run_app(name, **run_config): the result of one run; the same run is not made twice."""
+    done: dict[tuple, dict] = {}
+
+    def run(name: str, **config: object) -> dict:
+        key = (name, *sorted(config.items()))
+        if key not in done:
+            done[key] = finished(flower.run(APPS / name, config, timeout_s=240))
+        return done[key]
+
+    return run
+
+
+def finished(run: Run) -> dict:
+    """The result of a run, after Flower has called it completed."""
+    result = run.json()
+    assert run.state == "finished:completed", run.logs("serverapp")
+    return result
