@@ -1,7 +1,20 @@
-"""One deployment for all tests that harm no process."""
+"""One deployment for all tests that harm no process. FEDLANE_TEST_LONG=1 also runs the tests marked `long`."""
+
+import os
 
 import pytest
 from harness import APPS, Deployment, Run
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: not in ./test, because a round of Flower takes seconds")
+
+
+def pytest_collection_modifyitems(items):
+    if not os.environ.get("FEDLANE_TEST_LONG"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="set FEDLANE_TEST_LONG=1"))
 
 
 @pytest.fixture(scope="session")

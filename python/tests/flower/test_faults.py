@@ -10,9 +10,11 @@ ROUND_S = 15.0
 UPLOAD_ELEMENTS = 30_000_000
 
 
-def modes():
-    """Plain Flower, fedlane under an unmodified FedAvg, and fedlane's streaming FedAvg."""
-    return pytest.mark.parametrize("mode", ["plain", "any", "streaming"])
+def modes(*short: str):
+    """Plain Flower, fedlane under an unmodified FedAvg, and fedlane's streaming FedAvg; all but `short` are long."""
+    return pytest.mark.parametrize("mode", [
+        each if each in short else pytest.param(each, marks=pytest.mark.long)
+        for each in ("plain", "any", "streaming")])
 
 
 def switches(mode: str) -> dict:
@@ -32,7 +34,7 @@ def counted(result: dict) -> list[list[int]]:
     return [each["good"] for each in result["rounds"]]
 
 
-@modes()
+@modes("streaming")
 def test_no_fault(run_app, mode):
     result = run_app("faults", clients=4, **switches(mode))
     assert counted(result) == [[0, 1, 2, 3]] * 2
@@ -41,7 +43,7 @@ def test_no_fault(run_app, mode):
         assert_through_fedlane(result)
 
 
-@modes()
+@modes("any", "streaming")
 def test_a_clientapp_that_raises(run_app, mode):
     result = run_app("faults", clients=4, fault="raise", **switches(mode))
     assert counted(result) == [[0, 2, 3], [0, 1, 2, 3]]
@@ -74,7 +76,7 @@ def test_a_clientapp_killed_in_training(mode):
     assert_mean_of_counted(result)
 
 
-@modes()
+@modes("streaming")
 @pytest.mark.parametrize("fault", ["kill-upload", "kill-node"])
 def test_killed_in_mid_upload(mode, fault):
     """Whether the reply still came is up to the clock; who is counted must agree with it."""

@@ -4,7 +4,7 @@ import pytest
 from harness import APPS, Deployment, DeploymentError, marked_processes
 
 
-@pytest.mark.parametrize("isolation", ["subprocess", "process"])
+@pytest.mark.parametrize("isolation", ["subprocess", pytest.param("process", marks=pytest.mark.long)])
 def test_every_process_ends(isolation):
     with Deployment(clients=1, isolation=isolation) as flower:
         run = flower.run(APPS / "faults", {"clients": 1, "rounds": 1}, timeout_s=60)

@@ -1,7 +1,5 @@
 """Every strategy of Flower gives the same bits with fedlane as without."""
 
-import os
-
 import pytest
 from compare import assert_plain, assert_through_fedlane, differences
 
@@ -10,8 +8,6 @@ STRATEGIES = [
     "MultiKrum", "Bulyan", "QFedAvg", "DpServerFixed", "DpServerAdaptive", "DpClientFixed", "DpClientAdaptive",
     "LocalDp",
 ]
-# FEDLANE_TEST_LONG=1 also runs the strategies one after the other, as an app would: some minutes more.
-LONG = bool(os.environ.get("FEDLANE_TEST_LONG"))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +43,7 @@ def test_plain_flower_carries_the_arrays(plain):
     assert_plain(plain)
 
 
-@pytest.mark.skipif(not LONG, reason="set FEDLANE_TEST_LONG=1")
+@pytest.mark.long
 def test_plain_flower_gives_the_same_bits_twice(flower, run_app, plain):
     again = run_app("strategies", fedlane=False, rounds=2)
     assert again["strategies"] == plain["strategies"]
@@ -65,13 +61,13 @@ def test_the_same_bits_with_fedlane(plain, with_fedlane, name):
     assert actual["metrics"] == expected["metrics"]
 
 
-@pytest.mark.parametrize("names", [STRATEGIES] if LONG else [["FedAvg", "QFedAvg"]], ids=len)
-def test_the_same_bits_one_by_one(run_app, names):
+@pytest.mark.long
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_same_bits_with_messages_of_its_own(run_app, name):
+    """Without the bundle: each strategy alone on the grid, as in an app."""
     pytest.importorskip("fedlane.flower")
-    config = {"bundle": False, "only": ",".join(names)}
-    expected = run_app("strategies", fedlane=False, **config)["strategies"]
-    result = run_app("strategies", fedlane=True, **config)
-    assert_through_fedlane(result)
-    for name in names:
-        assert differences(expected[name]["arrays"], result["strategies"][name]["arrays"]) == [], name
-        assert result["strategies"][name]["metrics"] == expected[name]["metrics"]
+    config = {"bundle": False, "only": name}
+    expected, actual = (run_app("strategies", fedlane=each, **config) for each in (False, True))
+    assert_through_fedlane(actual)
+    assert differences(expected["strategies"][name]["arrays"], actual["strategies"][name]["arrays"]) == []
+    assert actual["strategies"][name]["metrics"] == expected["strategies"][name]["metrics"]

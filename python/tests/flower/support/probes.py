@@ -69,7 +69,7 @@ class Server:
         """Writes the result file, whole or not at all, with what Flower carried."""
         file = Path(self.config["result"])
         part = file.with_suffix(".part")
-        part.write_text(json.dumps(result | {"down": self.down, "up": self.up, "pid": os.getpid()}))
+        part.write_text(json.dumps(result | {"down": self.down, "up": self.up, "pid": os.getpid()}, default=repr))
         part.rename(file)
 
 
