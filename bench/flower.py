@@ -113,7 +113,7 @@ def measured_run(flower: Deployment, sampler: Sampler, options: argparse.Namespa
     while not run.ended() and not sampler.out_of_memory and time.monotonic() < end:
         time.sleep(0.1)
     if sampler.out_of_memory:
-        raise MemoryError(f"less than {options.guard_mb} MB left on the machine after {time.time() - begin:.0f} s")
+        raise MemoryError(f"{sampler.rows[-1]['free_mb']:.0f} MB of memory left on the machine after {time.time() - begin:.0f} s")
     result = run.json()
     if not result["verified"]:
         raise DeploymentError(f"mode {mode}: the averaged model is wrong")

@@ -184,7 +184,6 @@ class Deployment:
         self.supernodes: list[int] = []
         self.leftovers: list[Process] = []
         self.runs = 0
-        self.looks = 0
 
     def _environment(self, pythonpath: Sequence[Path]) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "FLWR"))}

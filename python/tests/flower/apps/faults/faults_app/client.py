@@ -31,10 +31,11 @@ def kill(pid: int, after_s: float = 0.0) -> None:
     threading.Thread(target=strike, daemon=True).start()
 
 
-def fail(fault: str) -> None:
+def fail(fault: str, result: Path) -> None:
     if fault == "raise":
         raise RuntimeError("this client was told to raise")
     if fault == "sleep":
+        result.with_suffix(".asleep").touch()
         time.sleep(3600)
     if fault == "kill-app":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -54,6 +55,6 @@ def train(message: Message, context: Context) -> Message:
     if fault == "grow":
         arrays[f"grown{number}"] = np.full((number, 3), number, np.float64)
     elif number == 1 and partition == int(context.run_config["partition"]):
-        fail(fault)
+        fail(fault, Path(context.run_config["result"]))
     record = ArrayRecord({name: Array(each) for name, each in arrays.items()})
     return Message(RecordDict({"arrays": record, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
