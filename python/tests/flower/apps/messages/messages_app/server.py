@@ -26,11 +26,12 @@ def record(dtypes: list[str], shape: tuple = (2, 3)) -> ArrayRecord:
 
 
 class Talk:
-    """Sends to all clients and gives replies in the order of partitions."""
+    """Sends to the first clients and gives replies in the order of partitions."""
 
     def __init__(self, server: Server, clients: int) -> None:
         self.grid = server.grid
-        self.partitions = server.partitions(clients)
+        everyone = server.partitions(clients)
+        self.partitions = {node: partition for node, partition in everyone.items() if partition < clients}
 
     def ask(self, kind: str, content: RecordDict | Callable[[int], RecordDict]) -> list[RecordDict]:
         """content: the one object that all messages share, or a function of the partition."""
