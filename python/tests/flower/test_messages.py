@@ -3,7 +3,7 @@
 import pytest
 from compare import assert_plain, unpack
 
-STEPS = ["several_records", "one_for_each", "state", "sent_on", "kept", "nothing", "pushed"]
+STEPS = ["several_records", "state", "replies_used", "nothing", "pushed"]
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,10 @@ def test_plain_flower_recalls_state(plain):
     kept, recalled = plain["steps"]["state"][:2], plain["steps"]["state"][2:]
     assert all(each == {"ok": ["MetricRecord", {"kept": 2}]} for each in kept)
     assert all(unpack(each["arrays"])["array i8"].shape == (50, 41) for each in recalled)
+
+
+def test_plain_flower_lets_replies_be_used(plain):
+    assert plain["steps"]["replies_used"][:6] == [True] * 6
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -61,14 +61,6 @@ def several_records(talk: Talk) -> list:
     return [shown(each) for each in replies] + [before == shown(content)]
 
 
-def one_for_each(talk: Talk) -> list:
-    """A different model for each client."""
-    def content(partition: int) -> RecordDict:
-        return RecordDict({"arrays": ArrayRecord({"w": Array(np.full(4000, partition, np.float32))})})
-
-    return [shown(each) for each in talk.ask("query.echo", content)]
-
-
 def state(talk: Talk) -> list:
     """Clients keep arrays in context.state from one message, and process, to the next."""
     content = RecordDict({"arrays": record(["f4", "i8"], (50, 41))})
@@ -77,25 +69,18 @@ def state(talk: Talk) -> list:
     return [shown(each) for each in (*first, *second)]
 
 
-def sent_on(talk: Talk) -> list:
-    """Arrays out of a reply are changed in place, and sent again."""
-    content = RecordDict({"arrays": ArrayRecord({"w": Array(array("f4", (60, 61)))})})
-    replies = talk.ask("train", content)
-    received = replies[0]["arrays"]["w"].numpy()
-    received += 1
-    again = talk.ask("train", RecordDict({"arrays": ArrayRecord({"w": Array(received)})}))
-    forwarded = talk.ask("evaluate", replies[1])
-    return [shown(each) for each in (*replies, *again, *forwarded)]
-
-
-def kept(talk: Talk) -> list:
-    """Records out of a reply can be measured, pickled, copied and read twice."""
-    content = RecordDict({"arrays": ArrayRecord({"w": Array(array("f8", (40, 41)))})})
-    reply = talk.ask("train", content)[0]
-    whole = pack(reply["arrays"])
-    fine = [len(reply["arrays"]["w"].data) >= 40 * 41 * 8, reply["arrays"]["w"].numpy().flags.writeable]
-    copies = [pickle.loads(pickle.dumps(reply["arrays"])), copy.deepcopy(reply["arrays"]), reply["arrays"].copy()]
-    return [*fine, *(pack(each) == whole for each in copies), pack(reply["arrays"]) == whole, whole]
+def replies_used(talk: Talk) -> list:
+    """Arrays out of a reply are measured, pickled, copied, changed in place and sent again."""
+    first, second = talk.ask("train", RecordDict({"arrays": ArrayRecord({"w": Array(array("f8", (60, 61)))})}))
+    whole = pack(first["arrays"])
+    fine = [len(first["arrays"]["w"].data) >= 60 * 61 * 8, first["arrays"]["w"].numpy().flags.writeable]
+    copies = [pickle.loads(pickle.dumps(first["arrays"])), copy.deepcopy(first["arrays"]), first["arrays"].copy()]
+    fine += [pack(each) == whole for each in (*copies, first["arrays"])]
+    changed = first["arrays"]["w"].numpy()
+    changed += 1
+    again = RecordDict({"arrays": ArrayRecord({"w": Array(changed)})})
+    sums = talk.ask("evaluate", lambda partition: second if partition else again)
+    return [*fine, *(shown(each) for each in (*sums, again, second))]
 
 
 def nothing(talk: Talk) -> list:
@@ -105,9 +90,11 @@ def nothing(talk: Talk) -> list:
 
 
 def pushed(talk: Talk) -> list:
-    """push_messages and pull_messages, without send_and_receive."""
-    content = RecordDict({"arrays": ArrayRecord({"w": Array(array("f4", (70, 71)))})})
-    asked = [Message(content, dst_node_id=node, message_type="train") for node in talk.partitions]
+    """push_messages and pull_messages without send_and_receive, and a different model for each client."""
+    def content(partition: int) -> RecordDict:
+        return RecordDict({"arrays": ArrayRecord({"w": Array(np.full(5000, partition + 1, np.float32))})})
+
+    asked = [Message(content(part), dst_node_id=node, message_type="train") for node, part in talk.partitions.items()]
     waiting, replies = set(talk.grid.push_messages(asked)), []
     while waiting:
         for reply in talk.grid.pull_messages(list(waiting)):
@@ -120,5 +107,5 @@ def pushed(talk: Talk) -> list:
 def main(grid: Grid, context: Context) -> None:
     server = Server(grid, context)
     talk = Talk(server, int(server.config["clients"]))
-    steps = [several_records, one_for_each, state, sent_on, kept, nothing, pushed]
+    steps = [several_records, state, replies_used, nothing, pushed]
     server.save(steps={each.__name__: each(talk) for each in steps})
