@@ -113,7 +113,8 @@ def measured_run(flower: Deployment, sampler: Sampler, options: argparse.Namespa
     while not run.ended() and not sampler.out_of_memory and time.monotonic() < end:
         time.sleep(0.1)
     if sampler.out_of_memory:
-        raise MemoryError(f"{sampler.rows[-1]['free_mb']:.0f} MB of memory left on the machine after {time.time() - begin:.0f} s")
+        free_mb, ran_s = sampler.rows[-1]["free_mb"], time.time() - begin
+        raise MemoryError(f"out of memory: {free_mb:.0f} MB left on the machine after {ran_s:.0f} s")
     result = run.json()
     if not result["verified"]:
         raise DeploymentError(f"mode {mode}: the averaged model is wrong")

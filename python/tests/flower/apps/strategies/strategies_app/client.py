@@ -25,7 +25,8 @@ def fake_training(message: Message, context: Context) -> Message:
     arrays = {name: each.numpy() for name, each in message.content["arrays"].items()}
     for name, each in arrays.items():
         random = np.random.default_rng([partition, number, name_seed, zlib.crc32(name.encode())])
-        step = random.standard_normal(each.shape) * 0.1 if each.dtype.kind == "f" else random.integers(0, 2**30, each.shape)
+        floats = each.dtype.kind == "f"
+        step = random.standard_normal(each.shape) * 0.1 if floats else random.integers(0, 2**30, each.shape)
         # In place, as many apps do: what Flower hands out is writable.
         each += np.asarray(step).astype(each.dtype)
     record = ArrayRecord({name: Array(each) for name, each in arrays.items()})
