@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -204,6 +205,9 @@ class Deployment:
         }
 
     def __enter__(self) -> "Deployment":
+        # The default action of SIGTERM would leave every process behind.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
         try:
             self._start_superlink()
             for number in range(self.clients):
