@@ -113,7 +113,7 @@ def measured_run(flower: Deployment, sampler: Sampler, options: argparse.Namespa
     while not run.ended() and not sampler.out_of_memory and time.monotonic() < end:
         time.sleep(0.1)
     if sampler.out_of_memory:
-        free_mb, ran_s = sampler.rows[-1]["free_mb"], time.time() - begin
+        free_mb, ran_s = min(row["free_mb"] for row in sampler.rows), time.time() - begin
         raise MemoryError(f"out of memory: {free_mb:.0f} MB left on the machine after {ran_s:.0f} s")
     result = run.json()
     if not result["verified"]:
@@ -151,11 +151,11 @@ def summary(mode: str, empty: list[dict], rounds: list[dict], problem: str) -> d
 
 
 def add_ratios(rows: list[dict]) -> None:
-    """How many times less than plain Flower. Below a tenth of a second nothing can be told from the empty round."""
+    """How many times less than plain Flower. What a small model adds to an empty round is noise: no ratio of that."""
     plain = next((row for row in rows if row["mode"] == "plain" and row["verified"]), None)
     for row in rows if plain else ():
-        for key in ("net_seconds", "net_cpu_s"):
-            if key in row:
+        for key in ("round_seconds", "net_seconds", "net_cpu_s"):
+            if key in row and plain[key] > 1:
                 row[f"{key}_ratio"] = plain[key] / max(row[key], 0.1)
 
 
