@@ -1,0 +1,24 @@
+"""Adds a constant to every array: the shortest training there is."""
+
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+
+def switch_mod(message: Message, context: Context, call_next) -> Message:
+    if context.run_config["mode"] == "plain":
+        return call_next(message, context)
+    from fedlane.flower import fedlane_mod
+
+    return fedlane_mod(message, context, call_next)
+
+
+app = ClientApp(mods=[switch_mod])
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    arrays = {name: each.numpy() for name, each in message.content["arrays"].items()}
+    for each in arrays.values():
+        each += each.dtype.type(1 + int(context.node_config["partition-id"]))
+    record = ArrayRecord({name: Array(each) for name, each in arrays.items()})
+    return Message(RecordDict({"arrays": record, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
