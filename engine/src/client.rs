@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -128,6 +128,40 @@ impl Progress {
     }
 }
 
+/// What another thread can do with a client that may not even have joined.
+#[derive(Default)]
+pub(crate) struct Tether {
+    writer: Mutex<Weak<Writer>>,
+    cut: AtomicBool,
+    answered: AtomicBool,
+}
+
+impl Tether {
+    /// Ends the client, and all that come after it.
+    pub fn cut(&self) {
+        self.cut.store(true, Ordering::SeqCst);
+        if let Some(writer) = self.writer().upgrade() {
+            writer.shut_down();
+        }
+    }
+
+    /// Whether an aggregator has answered since this was last asked.
+    pub fn has_answered(&self) -> bool {
+        self.answered.swap(false, Ordering::SeqCst)
+    }
+
+    fn hold(&self, writer: &Arc<Writer>) {
+        *self.writer() = Arc::downgrade(writer);
+        if self.cut.load(Ordering::SeqCst) {
+            writer.shut_down();
+        }
+    }
+
+    fn writer(&self) -> MutexGuard<'_, Weak<Writer>> {
+        self.writer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 impl Client {
     /// Joins the session of the aggregator at `address` with a model of this layout, and waits
     /// until all clients have joined.
@@ -139,7 +173,7 @@ impl Client {
         config: ClientConfig,
         manifest: &Manifest,
     ) -> Result<Client, ClientError> {
-        Self::join_with(address, config, Some(manifest))
+        Self::join_with(address, config, Some(manifest), &Tether::default())
     }
 
     /// Joins without a model, to be told its layout: for a session that has an initial one.
@@ -150,13 +184,15 @@ impl Client {
         address: impl ToSocketAddrs + std::fmt::Display,
         config: ClientConfig,
     ) -> Result<Client, ClientError> {
-        Self::join_with(address, config, None)
+        Self::join_with(address, config, None, &Tether::default())
     }
 
-    fn join_with(
+    /// As [`Client::join`] with a manifest, and [`Client::join_unknowing`] without.
+    pub(crate) fn join_with(
         address: impl ToSocketAddrs + std::fmt::Display,
         config: ClientConfig,
         manifest: Option<&Manifest>,
+        tether: &Tether,
     ) -> Result<Client, ClientError> {
         let dialled = control::dial(&address, &config.congestion, config.deadline);
         let mut socket =
@@ -168,6 +204,7 @@ impl Client {
         let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
         socket.set_read_timeout(Some(config.deadline))?;
         let writer = Arc::new(Writer::new(&socket, config.deadline)?);
+        tether.hold(&writer);
         control::write_fixed(&mut socket, &Preamble::new(Channel::Control))
             .map_err(|error| at(error.into()))?;
         let join = ClientMessage::Join {
@@ -180,6 +217,7 @@ impl Client {
         let join_frame = frame::encode(&join).map_err(|error| at(error.into()))?;
         let answer: Preamble = control::read_fixed(&mut socket).map_err(at)?;
         answer.channel().map_err(|error| at(error.into()))?;
+        tether.answered.store(true, Ordering::SeqCst);
 
         let beat = |deadline| {
             let listeners = Arc::new(Mutex::new(vec![writer.clone()]));
@@ -364,13 +402,15 @@ impl Client {
                 self.run_lanes(self.download_lanes(sinks, &began)?)?
             }
             Target::Region(region) => {
+                let position = region.position();
                 let (mut rest, file) = region.bytes_mut();
                 let mut sinks = Vec::new();
                 for lane in &self.lanes {
                     let range = self.chunks.bytes_of(lane);
                     let (bytes, after) = rest.split_at_mut((range.end - range.start) as usize);
                     rest = after;
-                    sinks.push(RegionSink::new(vec![Part { bytes, file, start: range.start }]));
+                    let part = Part { bytes, file, position, start: range.start };
+                    sinks.push(RegionSink::new(vec![part]));
                 }
                 self.run_lanes(self.download_lanes(sinks, &began)?)?
             }

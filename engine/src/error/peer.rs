@@ -397,6 +397,12 @@ pub enum ExchangeError {
         /// Its secret.
         secret: Secret,
     },
+    /// An update with two weights.
+    #[error("an update is wanted twice; name each once")]
+    Twice {
+        /// Its secret.
+        secret: Secret,
+    },
     /// A mean of nothing.
     #[error("there is no update to average")]
     Nobody,
@@ -432,6 +438,7 @@ impl ExchangeError {
             ExchangeError::Update { secret, .. }
             | ExchangeError::Missing { secret, .. }
             | ExchangeError::Model { secret, .. }
+            | ExchangeError::Twice { secret }
             | ExchangeError::NotExpected { secret } => Some(*secret),
             _ => None,
         }
