@@ -58,7 +58,7 @@ fn the_document_shows_the_golden_bytes() {
 #[test]
 fn the_document_names_the_numbers_in_force() {
     let text = std::fs::read_to_string(from_root("docs/WIRE.md")).unwrap();
-    let numbers: [(&str, u64); 16] = [
+    let numbers: [(&str, u64); 17] = [
         ("MAX_FRAME_BYTES", limits::MAX_FRAME_BYTES),
         ("MAX_HEADER_BYTES", limits::MAX_HEADER_BYTES),
         ("MAX_TENSORS", limits::MAX_TENSORS as u64),
@@ -71,6 +71,7 @@ fn the_document_names_the_numbers_in_force() {
         ("SUMS_PER_MESSAGE", limits::SUMS_PER_MESSAGE as u64),
         ("MAX_CLIENTS", limits::MAX_CLIENTS as u64),
         ("MAX_STREAMS", limits::MAX_STREAMS as u64),
+        ("MAX_SERVED", limits::MAX_SERVED as u64),
         ("MAX_ROUNDS", limits::MAX_ROUNDS.into()),
         ("MIN_DEADLINE_MS", limits::MIN_DEADLINE_MS),
         ("MAX_DEADLINE_MS", limits::MAX_DEADLINE_MS),
