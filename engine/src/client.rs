@@ -382,7 +382,8 @@ impl Client {
     /// whole. [`Client::confirm`] tells the aggregator when it is safe.
     ///
     /// # Errors
-    /// Bytes that do not match, a target that fails, or an aggregator that ends.
+    /// Bytes that do not match, a target that fails or is a region of another size than the model,
+    /// or an aggregator that ends.
     pub fn download(
         &mut self,
         round: u32,
@@ -402,6 +403,11 @@ impl Client {
                 self.run_lanes(self.download_lanes(sinks, &began)?)?
             }
             Target::Region(region) => {
+                let (bytes, model_bytes) =
+                    (region.bytes().len() as u64, self.manifest.data_bytes());
+                if bytes != model_bytes {
+                    return Err(ClientError::Size { bytes, model_bytes });
+                }
                 let position = region.position();
                 let (mut rest, file) = region.bytes_mut();
                 let mut sinks = Vec::new();

@@ -516,6 +516,14 @@ pub enum ClientError {
         /// The first tensor that differs, and how.
         difference: String,
     },
+    /// Memory of another size than the model's.
+    #[error("the region has {bytes} bytes and the model {model_bytes}")]
+    Size {
+        /// Bytes of the region.
+        bytes: u64,
+        /// Bytes of the model.
+        model_bytes: u64,
+    },
     /// The send path asked for.
     #[error(transparent)]
     Path(#[from] PathError),

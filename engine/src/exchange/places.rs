@@ -201,7 +201,7 @@ impl Places {
         drop(rooms);
         client.secret = secret;
         match offer {
-            Some(model) => self.receive_guest(client, &model),
+            Some(model) => self.receive_guest(*client, &model),
             None => self.receive_update(client),
         }
     }
@@ -230,7 +230,7 @@ impl Places {
         }
     }
 
-    fn receive_guest(&self, client: Box<Joined>, model: &Parcel) {
+    fn receive_guest(&self, client: Joined, model: &Parcel) {
         let label = client.label();
         let others = self.served.fetch_add(1, Ordering::SeqCst);
         if others >= limits::MAX_SERVED {
@@ -242,13 +242,13 @@ impl Places {
     }
 
     /// Sends a model to the client that came for it.
-    fn serve(&self, mut client: Box<Joined>, model: &Parcel) -> Result<(), AggregatorError> {
+    fn serve(&self, mut client: Joined, model: &Parcel) -> Result<(), AggregatorError> {
         let Some((door, address)) = self.door.get() else { return Ok(()) };
         let Some(door) = door.upgrade() else { return Ok(()) };
         // There is no mean, and so no weight; a session wants one.
         client.examples = 1.0;
         let config = self.config.clone();
-        let aggregator = Aggregator::of(door, *address, self.pool.clone(), config, vec![*client])?;
+        let aggregator = Aggregator::of(door, *address, self.pool.clone(), config, vec![client])?;
         let mut session = aggregator.gather(Some(model.manifest.clone()))?;
         session.send(model.region().clone(), model.sums.clone())?;
         session.finish().map(|_| ())

@@ -62,16 +62,12 @@ fn an_exchange_that_is_closed_in_mid_transfer_hangs_nobody() {
     let deposit = leave(&exchange, 1, &update);
     exchange.expect(secret(2));
     let mut peer = Peer::join(&exchange, "stalls", &floats(), secret(2));
+    let both = [wanted(1, 1.0), wanted(2, 1.0)];
     std::thread::scope(|scope| {
-        let wanted = [wanted(1, 1.0), wanted(2, 1.0)];
-        let averaged = scope.spawn(move || {
-            exchange.average(&wanted, PATIENCE).err().map(|e| {
-                exchange.close();
-                e
-            })
-        });
+        let averaged = scope.spawn(|| exchange.average(&both, PATIENCE).err().unwrap());
         peer.begin_upload(secret(2), &update);
-        let error = averaged.join().unwrap().unwrap();
+        exchange.close();
+        let error = averaged.join().unwrap();
         assert_eq!(error.culprit(), Some(secret(2)), "{error}");
     });
     until("the deposit ends", || deposit.is_over());

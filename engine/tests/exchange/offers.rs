@@ -3,13 +3,16 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use fedlane::client::{Client, ClientConfig, Target, Task};
+use fedlane::control::Congestion;
 use fedlane::error::ClientError;
 use fedlane::exchange::{Parcel, call, fetch};
+use fedlane::paths::ReceiveKind;
 use fedlane::region::{Region, RegionPool};
 use fedlane::wire::hello::Answer;
 use fedlane::wire::message::{AggregatorMessage, ClientMessage};
 
-use crate::common::{exchange, floats, line, parcel, patient, secret, until};
+use crate::common::{PATIENCE, exchange, floats, line, parcel, patient, secret, until};
 use crate::peer::{Peer, join};
 use crate::updates::awkward;
 
@@ -135,6 +138,26 @@ fn a_call_tells_what_is_there() {
     drop(exchange);
     let error = call(&closed, secret(1)).unwrap_err();
     assert!(matches!(error, ClientError::Dial { .. }), "{error}");
+}
+
+#[test]
+fn a_region_of_the_wrong_size_takes_no_model() {
+    let exchange = patient();
+    exchange.offer(secret(1), parcel(&floats(), 1, exchange.pool()));
+    let config = ClientConfig {
+        name: "c".into(),
+        examples: 0.0,
+        secret: secret(1),
+        send_path: None,
+        receive_path: ReceiveKind::default(),
+        congestion: Congestion::Auto,
+        deadline: PATIENCE,
+    };
+    let mut client = Client::join_unknowing(exchange.address(), config).unwrap();
+    let Task::Download { round, digest } = client.next_task().unwrap() else { panic!("no model") };
+    let mut region = Region::new(floats().data_bytes() - 1).unwrap();
+    let error = client.download(round, digest, Target::Region(&mut region)).unwrap_err();
+    assert!(error.to_string().contains("4000003 bytes and the model 4000004"), "{error}");
 }
 
 #[test]
