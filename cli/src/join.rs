@@ -15,6 +15,7 @@ use fedlane::sink::file::ModelFile;
 use fedlane::source::Source;
 use fedlane::source::region::RegionSource;
 use fedlane::sys::process;
+use fedlane::wire::hello::Secret;
 use serde_json::json;
 
 use crate::args::{Paths, parse_examples};
@@ -103,6 +104,7 @@ impl Join {
         let config = ClientConfig {
             name: self.name.clone().unwrap_or_else(default_name),
             examples: self.examples,
+            secret: Secret::OPEN,
             send_path: self.paths.send_path,
             receive_path: self.paths.receive_path,
             congestion: self.paths.congestion.clone(),

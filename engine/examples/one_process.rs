@@ -16,6 +16,7 @@ use fedlane::manifest::{Dtype, Manifest};
 use fedlane::paths::ReceiveKind;
 use fedlane::region::Region;
 use fedlane::source::region::RegionSource;
+use fedlane::wire::hello::Secret;
 
 type Outcome<T> = Result<T, Box<dyn Error + Send + Sync>>;
 
@@ -69,6 +70,8 @@ fn take_part(
     let config = ClientConfig {
         name: name.to_string(),
         examples,
+        // The session is open to all.
+        secret: Secret::OPEN,
         send_path: None,
         receive_path: ReceiveKind::default(),
         congestion: Congestion::Auto,

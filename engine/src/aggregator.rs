@@ -152,6 +152,9 @@ pub struct Aggregator {
     address: SocketAddr,
     door: Arc<Door>,
     pool: Arc<RegionPool>,
+    /// Whether clients have their updates ready, and need no time to train: bytes are due as soon as
+    /// they are asked for.
+    ready: bool,
     events: Receiver<Event>,
     sender: Sender<Event>,
 }
@@ -179,16 +182,17 @@ impl Aggregator {
         });
         let door = Door::open(listener, config.congestion.clone(), welcome).map_err(listen)?;
         let (door, pool) = (Arc::new(door), Arc::default());
-        Ok(Aggregator { config, address: bound, door, pool, events, sender })
+        Ok(Aggregator { config, address: bound, door, pool, ready: false, events, sender })
     }
 
-    /// An aggregator for clients who have come through `door` already, with memory from `pool`.
+    /// An aggregator for clients who have come through `door` already, ready to send, with memory
+    /// from `pool`.
     pub(crate) fn of(
         door: Arc<Door>,
         address: SocketAddr,
         pool: Arc<RegionPool>,
         mut config: AggregatorConfig,
-        clients: Vec<Box<Joined>>,
+        clients: Vec<Joined>,
     ) -> Result<Aggregator, AggregatorError> {
         config.clients = clients.len();
         check(&config)?;
@@ -196,9 +200,9 @@ impl Aggregator {
         let (sender, events) = std::sync::mpsc::channel();
         for client in clients {
             // The other end is held here.
-            let _ = sender.send(Event::Joined(client));
+            let _ = sender.send(Event::Joined(Box::new(client)));
         }
-        Ok(Aggregator { config, address, door, pool, events, sender })
+        Ok(Aggregator { config, address, door, pool, ready: true, events, sender })
     }
 
     /// Where clients can dial.
@@ -327,6 +331,7 @@ pub struct Session {
     weights: Weights,
     peers: Vec<Peer>,
     pool: Arc<RegionPool>,
+    ready: bool,
     model: Option<Model>,
     round: u32,
     phases: Vec<Phase>,

@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -135,6 +135,7 @@ pub struct Canceller(Arc<Mutex<CancelState>>);
 #[derive(Default)]
 struct CancelState {
     cancelled: bool,
+    answered: bool,
     /// Weak, so that it ends with its client.
     writer: Weak<Writer>,
 }
@@ -143,7 +144,7 @@ impl Canceller {
     /// Ends the session: the call that runs, or else the next one, fails, and the aggregator hears
     /// `reason`. A connection that is still being made ends as soon as it stands.
     pub fn cancel(&self, reason: &str) {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state();
         state.cancelled = true;
         if let Some(writer) = state.writer.upgrade() {
             // An aggregator that is gone need not hear it.
@@ -152,8 +153,17 @@ impl Canceller {
         }
     }
 
+    /// Whether an aggregator has answered since this was last asked.
+    pub(crate) fn has_answered(&self) -> bool {
+        std::mem::take(&mut self.state().answered)
+    }
+
+    fn state(&self) -> MutexGuard<'_, CancelState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn watch(&self, writer: &Arc<Writer>) -> Result<(), ClientError> {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state();
         if state.cancelled {
             return Err(ClientError::Cancelled);
         }
@@ -200,7 +210,8 @@ impl Client {
         Self::join_with(address, config, None, &Canceller::default())
     }
 
-    fn join_with(
+    /// As [`Client::join`] with a manifest, and [`Client::join_unknowing`] without.
+    pub(crate) fn join_with(
         address: impl ToSocketAddrs + std::fmt::Display,
         config: ClientConfig,
         manifest: Option<&Manifest>,
@@ -229,6 +240,7 @@ impl Client {
         let join_frame = frame::encode(&join).map_err(|error| at(error.into()))?;
         let answer: Preamble = control::read_fixed(&mut socket).map_err(at)?;
         answer.channel().map_err(|error| at(error.into()))?;
+        canceller.state().answered = true;
 
         let beat = |deadline| {
             let listeners = Arc::new(Mutex::new(vec![writer.clone()]));
@@ -393,7 +405,8 @@ impl Client {
     /// whole. [`Client::confirm`] tells the aggregator when it is safe.
     ///
     /// # Errors
-    /// Bytes that do not match, a target that fails, or an aggregator that ends.
+    /// Bytes that do not match, a target that fails or is a region of another size than the model,
+    /// or an aggregator that ends.
     pub fn download(
         &mut self,
         round: u32,
@@ -413,13 +426,20 @@ impl Client {
                 self.run_lanes(self.download_lanes(sinks, &began)?)?
             }
             Target::Region(region) => {
+                let (bytes, model_bytes) =
+                    (region.bytes().len() as u64, self.manifest.data_bytes());
+                if bytes != model_bytes {
+                    return Err(ClientError::Size { bytes, model_bytes });
+                }
+                let position = region.position();
                 let (mut rest, file) = region.bytes_mut();
                 let mut sinks = Vec::new();
                 for lane in &self.lanes {
                     let range = self.chunks.bytes_of(lane);
                     let (bytes, after) = rest.split_at_mut((range.end - range.start) as usize);
                     rest = after;
-                    sinks.push(RegionSink::new(vec![Part { bytes, file, start: range.start }]));
+                    let part = Part { bytes, file, position, start: range.start };
+                    sinks.push(RegionSink::new(vec![part]));
                 }
                 self.run_lanes(self.download_lanes(sinks, &began)?)?
             }

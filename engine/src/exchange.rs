@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::aggregator::door::Door;
-use crate::aggregator::{Aggregator, AggregatorConfig, Averaging, default_streams};
+use crate::aggregator::{Aggregator, AggregatorConfig, Averaging, Joined, default_streams};
 use crate::control::{self, Congestion};
 use crate::error::{AggregatorError, ExchangeError};
 use crate::lane::receive::Order;
@@ -26,6 +26,7 @@ use crate::limits;
 use crate::manifest::Manifest;
 use crate::region::{Region, RegionPool};
 use crate::source::region::RegionSource;
+use crate::sys::process;
 use crate::wire::hello::Secret;
 
 pub use client::{Deposit, LineConfig, call, fetch};
@@ -157,6 +158,9 @@ pub struct Wanted {
 
 impl Exchange {
     /// Listens on `address`.
+    ///
+    /// # Errors
+    /// An address that cannot be listened on, or a host that refuses threads.
     pub fn listen(
         address: impl ToSocketAddrs + std::fmt::Display,
         config: ExchangeConfig,
@@ -164,8 +168,11 @@ impl Exchange {
         let listen = |source| AggregatorError::Listen { address: address.to_string(), source };
         let listener = control::listen(&address, &config.congestion).map_err(listen)?;
         let bound = listener.local_addr().map_err(listen)?;
+        // As many as the host allows; more clients than that have to come one after the other.
+        process::allow_open_files(limits::EXCHANGE_DESCRIPTORS);
         let pool = Arc::new(RegionPool::default());
-        let places = Arc::new(Places::new(session_config(&config, Averaging::Keep), pool.clone()));
+        let places =
+            Arc::new(Places::new(session_config(&config, Averaging::Discard), pool.clone()));
         let reception = places.clone();
         let welcome = Box::new(move |visit| reception.receive(visit));
         let door = Door::open(listener, config.congestion.clone(), welcome).map_err(listen)?;
@@ -184,7 +191,7 @@ impl Exchange {
         &self.pool
     }
 
-    /// Offers a model to everyone who knows `secret`, until it is withdrawn.
+    /// Offers a model to everyone who knows `secret`, until it is released.
     pub fn offer(&self, secret: Secret, model: Arc<Parcel>) {
         self.places.offer(secret, model);
     }
@@ -216,7 +223,8 @@ impl Exchange {
         self.places.await_update(secret, patience)
     }
 
-    /// Receives one update whole. Waits for its client for at most `patience`.
+    /// Receives one update whole, and releases it: the place is closed, and the client hears it.
+    /// Waits for the client for at most `patience`.
     ///
     /// # Errors
     /// A client that does not come, dies, stalls or lies. Its update can be asked for again.
@@ -231,7 +239,9 @@ impl Exchange {
         });
         let (sums, mut updates, session) =
             received.map_err(|error| blame(error, &[(label, secret)]))?;
-        // What has been received stays so, whether or not the client hears it.
+        // What has been received stays so, whether or not the client hears it. If not, it comes
+        // again, and then hears it from a place that is closed.
+        self.places.release(secret);
         let _ = session.finish();
         let region = updates.pop().ok_or_else(|| io::Error::other("no update"))?;
         Ok(Parcel::sealed(manifest, Arc::new(region), sums, &self.pool))
@@ -262,9 +272,18 @@ impl Exchange {
         Ok(Parcel::sealed(manifest, region, sums, &self.pool))
     }
 
+    /// Ends everything: nobody is let in any more, those who wait hear that their updates are not
+    /// wanted, and [`Exchange::collect`] and [`Exchange::average`] that wait for clients end.
+    /// Transfers that are under way end by themselves.
+    pub fn close(&self) {
+        // First: nobody may come back and find the place closed.
+        self.door.close();
+        self.places.close();
+    }
+
     fn aggregator(
         &self,
-        clients: Vec<Box<crate::aggregator::Joined>>,
+        clients: Vec<Joined>,
         averaging: Averaging,
     ) -> Result<Aggregator, AggregatorError> {
         let config = session_config(&self.config, averaging);
@@ -274,7 +293,7 @@ impl Exchange {
 
 impl Drop for Exchange {
     fn drop(&mut self) {
-        self.places.close();
+        self.close();
     }
 }
 

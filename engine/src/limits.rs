@@ -82,6 +82,9 @@ pub const SUMS_PER_MESSAGE: usize = 4096;
 /// regions, pollers.
 pub const OWN_DESCRIPTORS: u64 = 16;
 
+/// Open files that an exchange asks for: many transfers at once take a few each.
+pub const EXCHANGE_DESCRIPTORS: u64 = 1 << 16;
+
 /// Messages that may come while the lanes of an upload are still ending: it is applied, the model
 /// is coming.
 pub const EARLY_MESSAGES: usize = 4;
@@ -91,6 +94,9 @@ pub const MEAN_TILES: usize = 4;
 
 /// Most clients of one session. Each holds one thread and one socket per lane.
 pub const MAX_CLIENTS: usize = 4096;
+
+/// Clients that an exchange sends models to at once. Each has some threads and sockets.
+pub const MAX_SERVED: usize = 1024;
 
 /// Most lanes of one session. More than the cores of a host gain nothing.
 pub const MAX_STREAMS: usize = 64;

@@ -35,8 +35,12 @@ impl Region {
         Ok(Region { mapping, start: 0, position: 0, bytes })
     }
 
-    /// `bytes` bytes of a memory file that another process made, from `position` on. Nobody may
-    /// make the file shorter as long as this lives.
+    /// `bytes` bytes of a memory file that another process made, from `position` on.
+    ///
+    /// Nobody may make the file shorter as long as this lives: a process that then touches what is
+    /// gone is ended by SIGBUS. Regions on base pages are sealed against that when they are made. Those
+    /// on huge pages cannot be, because the kernel seals memfds only; so take files from no process
+    /// that this one must not depend on.
     ///
     /// # Errors
     /// A file that is shorter than that, or that cannot be mapped.
@@ -45,7 +49,8 @@ impl Region {
         let too_short =
             || map(io::Error::new(io::ErrorKind::InvalidInput, "the file is too short"));
         let end = position.checked_add(bytes).ok_or_else(too_short)?;
-        if fs::fstat(&file).map_err(|error| map(error.into()))?.st_size < end.cast_signed() {
+        let size = fs::fstat(&file).map_err(|error| map(error.into()))?.st_size;
+        if size.cast_unsigned() < end {
             return Err(too_short());
         }
         let first_page = position - position % Mapping::ALIGN_BYTES;
@@ -109,14 +114,17 @@ pub struct RegionPool {
 
 struct Free {
     region: Region,
-    /// How often something else was wanted since it was given back.
+    /// How often new memory had to be made since it was given back, because it did not fit.
     passed_over: u32,
 }
 
 impl RegionPool {
     /// A region of exactly `bytes` bytes: a warm one where there is one, a new one otherwise.
-    /// What stood in a warm region is still there. A region that nothing has fitted for some time
-    /// goes back to the host: the model has changed.
+    /// What stood in a warm region is still there. A region that fitted none of many that had to be
+    /// made new goes back to the host: the model has changed.
+    ///
+    /// # Errors
+    /// As [`Region::new`].
     pub fn take(&self, bytes: u64) -> Result<Region, RegionError> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(index) = free.iter().position(|free| free.region.bytes as u64 == bytes) {
@@ -128,8 +136,11 @@ impl RegionPool {
         Region::new(bytes)
     }
 
-    /// Makes sure that there are regions of these sizes, so that nobody who takes them waits for
-    /// memory.
+    /// Sees to it that there are regions of these sizes, so that nobody who takes them waits for
+    /// memory. Those that are there already are enough: with more in each session they would pile up.
+    ///
+    /// # Errors
+    /// As [`Region::new`].
     pub fn warm(&self, sizes: impl Iterator<Item = u64>) -> Result<(), RegionError> {
         let regions = sizes.map(|bytes| self.take(bytes)).collect::<Result<Vec<_>, _>>()?;
         regions.into_iter().for_each(|region| self.give_back(region));

@@ -31,6 +31,7 @@ fn join(address: SocketAddr, canceller: &Canceller) -> Result<Client, ClientErro
     let config = ClientConfig {
         name: "a".to_string(),
         examples: 1.0,
+        secret: fedlane::wire::hello::Secret::OPEN,
         send_path: None,
         receive_path: ReceiveKind::default(),
         congestion: Congestion::Auto,

@@ -14,7 +14,7 @@ use fedlane::control::{Congestion, Heartbeat, Writer, read_fixed, write_fixed};
 use fedlane::manifest::{Dtype, Manifest, synthetic};
 use fedlane::paths::ReceiveKind;
 use fedlane::source::generator::Generator;
-use fedlane::wire::hello::{Channel, Preamble};
+use fedlane::wire::hello::{Channel, Preamble, Secret};
 use fedlane::wire::message::ClientMessage;
 
 const DEADLINE: Duration = Duration::from_millis(500);
@@ -46,6 +46,7 @@ fn config(name: &str) -> ClientConfig {
     ClientConfig {
         name: name.to_string(),
         examples: 1.0,
+        secret: Secret::OPEN,
         send_path: None,
         receive_path: ReceiveKind::default(),
         congestion: Congestion::Auto,
@@ -80,7 +81,8 @@ fn joined(address: SocketAddr) -> TcpStream {
     let answer: Preamble = read_fixed(&mut socket).unwrap();
     assert_eq!(answer.channel().unwrap(), Channel::Control);
     let header = model().header().to_vec();
-    let join = ClientMessage::Join { name: "bad".into(), examples: 1.0, header };
+    let place = Secret::OPEN.place();
+    let join = ClientMessage::Join { name: "bad".into(), examples: 1.0, header, place };
     Writer::new(&socket, DEADLINE).unwrap().send(&join).unwrap();
     socket
 }

@@ -72,7 +72,7 @@ fn averaged(
     let tiles = TileMemory::default();
     let in_place = layout.is_in_place();
     let slices = MeanSlices {
-        accumulator: accumulator.bytes_mut().0,
+        accumulator: Some(accumulator.bytes_mut().0),
         model: (!in_place).then_some(model.as_mut_slice()),
         sums: &mut sums,
         tiles: &tiles,

@@ -11,7 +11,9 @@ use fedlane::limits;
 use fedlane::manifest::{Dtype, Manifest};
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame::{self, LENGTH_BYTES};
-use fedlane::wire::hello::{Answer, Channel, DataHello, MAGIC, Preamble, VERSION};
+use fedlane::wire::hello::{
+    Answer, Channel, DataHello, MAGIC, Preamble, Secret, VERSION, bind_ticket,
+};
 use fedlane::wire::message::{AggregatorMessage, ClientMessage, Plan};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -56,7 +58,7 @@ fn the_document_shows_the_golden_bytes() {
 #[test]
 fn the_document_names_the_numbers_in_force() {
     let text = std::fs::read_to_string(from_root("docs/WIRE.md")).unwrap();
-    let numbers: [(&str, u64); 16] = [
+    let numbers: [(&str, u64); 17] = [
         ("MAX_FRAME_BYTES", limits::MAX_FRAME_BYTES),
         ("MAX_HEADER_BYTES", limits::MAX_HEADER_BYTES),
         ("MAX_TENSORS", limits::MAX_TENSORS as u64),
@@ -69,6 +71,7 @@ fn the_document_names_the_numbers_in_force() {
         ("SUMS_PER_MESSAGE", limits::SUMS_PER_MESSAGE as u64),
         ("MAX_CLIENTS", limits::MAX_CLIENTS as u64),
         ("MAX_STREAMS", limits::MAX_STREAMS as u64),
+        ("MAX_SERVED", limits::MAX_SERVED as u64),
         ("MAX_ROUNDS", limits::MAX_ROUNDS.into()),
         ("MIN_DEADLINE_MS", limits::MIN_DEADLINE_MS),
         ("MAX_DEADLINE_MS", limits::MAX_DEADLINE_MS),
@@ -161,11 +164,13 @@ fn the_documents_example_is_cut_as_it_says() {
 #[test]
 fn a_preamble_tells_who_does_not_speak_the_protocol() {
     let read = |bytes: &[u8; 12]| Preamble::read_from_bytes(bytes).unwrap();
-    let mut bytes = *b"fedlane\0\x01\0\x01\0";
+    let mut bytes = *b"fedlane\0\x02\0\x01\0";
     assert_eq!(read(&bytes), Preamble::new(Channel::Control));
-    bytes[8] = 2;
-    assert_eq!(read(&bytes).channel(), Err(WireError::Version { theirs: 2, ours: VERSION }));
-    bytes[8..11].copy_from_slice(&[1, 0, 3]);
+    for theirs in [1, 3] {
+        bytes[8] = theirs as u8;
+        assert_eq!(read(&bytes).channel(), Err(WireError::Version { theirs, ours: VERSION }));
+    }
+    bytes[8..11].copy_from_slice(&[2, 0, 3]);
     assert_eq!(read(&bytes).channel(), Err(WireError::Channel { other: 3 }));
     bytes[11] = 3;
     assert_eq!(read(&bytes).answer(), Err(WireError::Answer { other: 3 }));
@@ -190,6 +195,41 @@ fn every_bit_of_a_data_hello_is_proven() {
 }
 
 #[test]
+fn a_place_and_a_key_follow_their_definitions() {
+    let secret = Secret::new(wire_examples::SECRET);
+    let name = blake3::derive_key("fedlane 2026 place", &wire_examples::SECRET);
+    assert_eq!(secret.place(), name[..16]);
+    assert_eq!(Secret::OPEN.place(), [0; 16]);
+    let joined = b"a frame";
+    let bound = [&wire_examples::SECRET[..], joined].concat();
+    let key = *blake3::keyed_hash(&[4; 32], &bound).as_bytes();
+    assert_eq!(bind_ticket(&[4; 32], &secret, joined), key);
+}
+
+/// Whoever knows the ticket and the `Join`, but not the secret, opens nothing.
+#[test]
+fn a_key_needs_ticket_secret_and_join() {
+    let (secret, other) = (Secret::new([1; 32]), Secret::new([2; 32]));
+    let key = bind_ticket(&[4; 32], &secret, b"a frame");
+    for wrong in [
+        bind_ticket(&[5; 32], &secret, b"a frame"),
+        bind_ticket(&[4; 32], &other, b"a frame"),
+        bind_ticket(&[4; 32], &Secret::OPEN, b"a frame"),
+        bind_ticket(&[4; 32], &secret, b"another frame"),
+    ] {
+        assert!(DataHello::new([3; 16], 5, 6, &key).is_admitted_by(&[3; 16], &key));
+        assert!(!DataHello::new([3; 16], 5, 6, &wrong).is_admitted_by(&[3; 16], &key));
+    }
+}
+
+/// A secret in a log would open its place.
+#[test]
+fn a_secret_is_not_shown() {
+    let shown = format!("{:?}", Secret::new([0xab; 32]));
+    assert!(!shown.contains("ab, ab") && !shown.contains("171, 171"), "{shown}");
+}
+
+#[test]
 fn a_length_above_the_limit_is_refused() {
     let limit = limits::MAX_FRAME_BYTES;
     let prefix = |bytes: u64| (bytes as u32).to_le_bytes();
@@ -206,6 +246,7 @@ fn the_longest_header_fits_and_a_longer_message_is_not_sent() {
         name: "n".repeat(limits::MAX_SHOWN_CHARS * 4),
         examples: 1.0,
         header: vec![b' '; bytes as usize],
+        place: [7; 16],
     };
     assert!(frame::encode(&join(limits::MAX_HEADER_BYTES)).is_ok());
     let refused = frame::encode(&join(limits::MAX_FRAME_BYTES));
@@ -219,7 +260,13 @@ fn a_length_inside_a_message_that_lies_is_refused() {
     let claim = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
     let joins_with = |head: &[u8]| [head, &claim].concat();
     let header = [&[0, 0][..], &[0; 8]].concat();
-    for lie in [joins_with(&[0]), joins_with(&header), joins_with(&[2, 0]), joins_with(&[5])] {
+    for lie in [
+        joins_with(&[0]),
+        joins_with(&header),
+        joins_with(&[2, 0]),
+        joins_with(&[5]),
+        joins_with(&[6]),
+    ] {
         assert!(matches!(decode_client(&lie), Err(WireError::Decode { .. })), "{lie:?}");
     }
     for lie in [joins_with(&[2, 0]), joins_with(&[7])] {
@@ -229,7 +276,7 @@ fn a_length_inside_a_message_that_lies_is_refused() {
 
 #[test]
 fn the_next_variant_is_refused() {
-    assert!(matches!(decode_client(&[6]), Err(WireError::Decode { .. })));
+    assert!(matches!(decode_client(&[7]), Err(WireError::Decode { .. })));
     assert!(matches!(decode_aggregator(&[8]), Err(WireError::Decode { .. })));
 }
 
@@ -262,26 +309,28 @@ where
 
 /// Random messages, long enough that lengths take more than one byte.
 fn client_messages() -> impl Strategy<Value = ClientMessage> {
-    use ClientMessage::{Alive, Failed, Join, Received, Sums, Uploading};
+    use ClientMessage::{Alive, Call, Failed, Join, Received, Sums, Uploading};
     let examples = any::<f64>().prop_filter("NaN equals nothing", |number| !number.is_nan());
-    let join = (".{0,40}", examples, vec(any::<u8>(), 0..300));
+    let join = (".{0,40}", examples, vec(any::<u8>(), 0..300), any::<[u8; 16]>());
     prop_oneof![
-        join.prop_map(|(name, examples, header)| Join { name, examples, header }),
+        join.prop_map(|(name, examples, header, place)| Join { name, examples, header, place }),
         any::<u32>().prop_map(|round| Uploading { round }),
         (any::<u32>(), vec(any::<[u8; 8]>(), 0..200))
             .prop_map(|(stream, sums)| Sums { stream, sums }),
         (any::<u32>(), any::<[u8; 32]>()).prop_map(|(round, digest)| Received { round, digest }),
         Just(Alive),
         ".{0,40}".prop_map(|reason| Failed { reason }),
+        (".{0,40}", any::<[u8; 16]>()).prop_map(|(name, place)| Call { name, place }),
     ]
 }
 
 fn plans() -> impl Strategy<Value = Plan> {
     let names = (any::<[u8; 16]>(), any::<u32>(), any::<[u8; 32]>());
     let numbers = (any::<u32>(), any::<u64>(), any::<u32>(), any::<u64>());
-    (names, numbers).prop_map(|((session, client, ticket), numbers)| {
+    let header = vec(any::<u8>(), 0..300);
+    (names, numbers, header).prop_map(|((session, client, ticket), numbers, header)| {
         let (streams, chunk_bytes, rounds, deadline_ms) = numbers;
-        Plan { session, client, ticket, streams, chunk_bytes, rounds, deadline_ms }
+        Plan { session, client, ticket, streams, chunk_bytes, rounds, deadline_ms, header }
     })
 }
 

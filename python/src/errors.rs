@@ -153,7 +153,8 @@ impl IntoPyErr for ExchangeError {
         if let Some(secret) = culprit {
             Python::attach(|py| {
                 // An exception always takes attributes.
-                let _ = error.value(py).setattr("key", pyo3::types::PyBytes::new(py, secret.bytes()));
+                let _ =
+                    error.value(py).setattr("key", pyo3::types::PyBytes::new(py, secret.bytes()));
             });
         }
         error

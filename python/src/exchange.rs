@@ -51,7 +51,8 @@ fn header<'py>(
     for (name, dtype, shape) in tensors {
         described.push((name, dtypes::parse(&dtype)?, shape));
     }
-    let manifest = Manifest::from_tensors(described, &[(REMARK.to_owned(), remark)].into()).or_raise()?;
+    let manifest =
+        Manifest::from_tensors(described, &[(REMARK.to_owned(), remark)].into()).or_raise()?;
     Ok(PyBytes::new(py, manifest.header()))
 }
 
@@ -137,12 +138,7 @@ impl Parcel {
 
     /// The bytes of `memory` from `position` on, which stays taken from its pool as long.
     #[staticmethod]
-    fn within(
-        py: Python<'_>,
-        header: &[u8],
-        memory: &Memory,
-        position: u64,
-    ) -> PyResult<Parcel> {
+    fn within(py: Python<'_>, header: &[u8], memory: &Memory, position: u64) -> PyResult<Parcel> {
         let manifest = Manifest::from_header(header).or_raise()?;
         let (file, owner) = (duplicate(memory.fileno())?, memory.0.clone());
         let parcel = py.detach(|| exchange::Parcel::adopt(manifest, file, position)).or_raise()?;
@@ -333,4 +329,3 @@ impl Deposit {
         self.0.failure()
     }
 }
-

@@ -70,7 +70,7 @@ fn a_mail_server_with_colours_instead_of_an_aggregator() {
 
 #[test]
 fn an_aggregator_of_another_version() {
-    fake_answers(b"fedlane\0\x02\0\x01\0", &["version 2 of the protocol and this is version 1"]);
+    fake_answers(b"fedlane\0\x03\0\x01\0", &["version 3 of the protocol and this is version 2"]);
 }
 
 #[test]
@@ -96,13 +96,13 @@ fn an_aggregator_that_never_accepts() {
 
 #[test]
 fn an_aggregator_that_sends_garbage() {
-    let garbage = b"fedlane\0\x01\0\x01\0\xde\xad\xbe\xef\xde\xad\xbe\xef";
+    let garbage = b"fedlane\0\x02\0\x01\0\xde\xad\xbe\xef\xde\xad\xbe\xef";
     fake_answers(garbage, &["bytes was announced"]);
 }
 
 #[test]
 fn an_aggregator_that_sends_what_is_no_message() {
-    let message = b"fedlane\0\x01\0\x01\0\x04\0\0\0\xee\xee\xee\xee";
+    let message = b"fedlane\0\x02\0\x01\0\x04\0\0\0\xee\xee\xee\xee";
     fake_answers(message, &["bytes that are no message"]);
 }
 

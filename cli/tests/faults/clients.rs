@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::hostile::{HostileClient, MODEL_BYTES, model};
 use super::session::{DEADLINE_MS, SOON, Session};
 use fedlane::manifest::{Dtype, synthetic};
+use fedlane::wire::hello::Secret;
 use fedlane::wire::message::ClientMessage;
 
 /// A client "bad" does `act`; the session must end and say `words` about it.
@@ -182,9 +183,13 @@ fn a_client_that_confirms_what_was_never_sent() {
 #[test]
 fn a_client_that_joins_twice() {
     let act = |bad: &mut HostileClient| {
-        let header = model().header().to_vec();
         bad.await_plan();
-        bad.say(&ClientMessage::Join { name: "worse".into(), examples: 1.0, header });
+        bad.say(&ClientMessage::Join {
+            name: "worse".into(),
+            examples: 1.0,
+            header: model().header().to_vec(),
+            place: Secret::OPEN.place(),
+        });
     };
     hostile(act, &["a message when none was due"]);
 }

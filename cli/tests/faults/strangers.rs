@@ -49,29 +49,29 @@ fn another_version_at_the_port() {
 
 #[test]
 fn a_channel_that_does_not_exist() {
-    stranger_sends(b"fedlane\0\x01\0\x07\0", "channel type 7, which does not exist");
+    stranger_sends(b"fedlane\0\x02\0\x07\0", "channel type 7, which does not exist");
 }
 
 #[test]
 fn a_control_channel_that_begins_with_four_gigabytes() {
-    stranger_sends(b"fedlane\0\x01\0\x01\0\xff\xff\xff\xff", "4294967295 bytes was announced");
+    stranger_sends(b"fedlane\0\x02\0\x01\0\xff\xff\xff\xff", "4294967295 bytes was announced");
 }
 
 #[test]
 fn a_control_channel_that_begins_with_garbage() {
-    stranger_sends(b"fedlane\0\x01\0\x01\0\x03\0\0\0\xee\xee\xee", "bytes that are no message");
+    stranger_sends(b"fedlane\0\x02\0\x01\0\x03\0\0\0\xee\xee\xee", "bytes that are no message");
 }
 
 #[test]
 fn a_control_channel_that_begins_with_something_else() {
-    stranger_sends(b"fedlane\0\x01\0\x01\0\x01\0\0\0\x04", "not a request to join");
+    stranger_sends(b"fedlane\0\x02\0\x01\0\x01\0\0\0\x04", "not a request to join");
 }
 
 #[test]
 fn a_data_channel_before_there_is_a_plan() {
     const HELLO: [u8; 68] = {
         let mut hello = [0; 68];
-        let preamble = *b"fedlane\0\x01\0\x02\0";
+        let preamble = *b"fedlane\0\x02\0\x02\0";
         let mut at = 0;
         while at < preamble.len() {
             hello[at] = preamble[at];
@@ -85,7 +85,7 @@ fn a_data_channel_before_there_is_a_plan() {
 #[test]
 fn strangers_that_leave_or_say_little() {
     let visit = |session: &Session| {
-        for part in [&b""[..], b"f", b"fedlan", b"fedlane\0\x01\0\x01\0\x10\0"] {
+        for part in [&b""[..], b"f", b"fedlan", b"fedlane\0\x02\0\x01\0\x10\0"] {
             let mut socket = TcpStream::connect(&session.address).unwrap();
             socket.write_all(part).unwrap();
         }

@@ -4,6 +4,7 @@ use std::net::TcpStream;
 
 use super::hostile::{HostileClient, Process, model};
 use super::session::{SOON, Session};
+use fedlane::wire::hello::Secret;
 use fedlane::wire::message::ClientMessage;
 
 #[test]
@@ -34,8 +35,7 @@ fn forged_weights() {
         (-f64::MAX, "is -1.79"),
     ] {
         let session = Session::start();
-        let header = model().header().to_vec();
-        let _bad = joined(&session, &ClientMessage::Join { name: "bad".into(), examples, header });
+        let _bad = joined(&session, &join(examples, model().header().to_vec()));
         session.fails_because_of_bad(&["its number of examples", text]);
     }
 }
@@ -43,10 +43,12 @@ fn forged_weights() {
 #[test]
 fn a_weight_that_is_too_small_to_count() {
     let session = Session::start();
-    let header = model().header().to_vec();
-    let join = ClientMessage::Join { name: "bad".into(), examples: f64::MIN_POSITIVE, header };
-    let _bad = joined(&session, &join);
+    let _bad = joined(&session, &join(f64::MIN_POSITIVE, model().header().to_vec()));
     session.fails_because_of_bad(&["its number of examples is 2.2", "too small"]);
+}
+
+fn join(examples: f64, header: Vec<u8>) -> ClientMessage {
+    ClientMessage::Join { name: "bad".into(), examples, header, place: Secret::OPEN.place() }
 }
 
 fn joined(session: &Session, join: &ClientMessage) -> HostileClient {
@@ -87,8 +89,6 @@ fn a_name_of_a_megabyte() {
 #[test]
 fn a_header_of_thirty_megabytes_that_says_nothing() {
     let session = Session::start();
-    let join =
-        ClientMessage::Join { name: "bad".into(), examples: 1.0, header: vec![b' '; 30 << 20] };
-    let _bad = joined(&session, &join);
+    let _bad = joined(&session, &join(1.0, vec![b' '; 30 << 20]));
     session.fails_because_of_bad(&["its manifest is not valid"]);
 }

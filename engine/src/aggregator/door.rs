@@ -96,13 +96,18 @@ impl Door {
     pub fn dismiss(&self, session: &SessionId) {
         self.hall.sessions().remove(session);
     }
+
+    /// Lets nobody in any more. Who is in stays.
+    pub fn close(&self) {
+        self.hall.closed.store(true, Ordering::SeqCst);
+        // On Linux this ends accept(), and frees the port.
+        let _ = rustix::net::shutdown(&*self.listener, rustix::net::Shutdown::Both);
+    }
 }
 
 impl Drop for Door {
     fn drop(&mut self) {
-        self.hall.closed.store(true, Ordering::SeqCst);
-        // On Linux this ends accept().
-        let _ = rustix::net::shutdown(&*self.listener, rustix::net::Shutdown::Both);
+        self.close();
         if let Some(thread) = self.thread.take() {
             // The thread cannot panic, and there is nobody to tell.
             let _ = thread.join();
@@ -143,18 +148,18 @@ fn receive_visitor(socket: TcpStream, hall: &Arc<Hall>) {
         let peer = socket.peer_addr().map_or_else(|_| "a peer that left".into(), |a| a.to_string());
         let welcomed = welcome(socket, &inside);
         let stayed = inside.visitors().leave(number);
-        if inside.closed.load(Ordering::SeqCst) {
-            // The session has ended, and how it ended is the last thing to say.
-            return;
-        }
-        if !stayed {
-            tracing::warn!("connection from {peer} closed: others came, and it had said nothing");
-            return;
-        }
         match welcomed {
-            Ok(Visitor::Client(visit)) => (inside.welcome)(visit),
-            // Nobody listens any more when the session has ended; the socket then closes.
+            // Its session goes on also when nobody else is let in. Nobody listens any more when the
+            // session has ended; the socket then closes.
             Ok(Visitor::Stream(events, event)) => drop(events.send(event)),
+            // How the session ended is the last thing to say.
+            _ if inside.closed.load(Ordering::SeqCst) => {}
+            _ if !stayed => {
+                tracing::warn!(
+                    "connection from {peer} closed: others came, and it had said nothing"
+                );
+            }
+            Ok(Visitor::Client(visit)) => (inside.welcome)(visit),
             Err(error) => tracing::warn!("connection from {peer} refused: {error}"),
         }
     });

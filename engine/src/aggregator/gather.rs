@@ -327,7 +327,7 @@ impl Gathering {
     }
 
     fn into_session(self, agreed: Agreed, heartbeat: Heartbeat) -> Session {
-        let Aggregator { config, pool, events, sender, .. } = self.aggregator;
+        let Aggregator { config, pool, ready, events, sender, .. } = self.aggregator;
         Session {
             config,
             manifest: agreed.manifest,
@@ -340,6 +340,7 @@ impl Gathering {
             weights: agreed.weights,
             peers: self.peers,
             pool,
+            ready,
             model: None,
             round: 0,
             phases: vec![agreed.warmed],

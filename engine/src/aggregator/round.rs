@@ -142,7 +142,7 @@ impl Session {
         let mut regions = self.take_regions()?;
         let mut sums = vec![0; if self.layout.is_some() { self.chunks.len() } else { 0 }];
         for peer in &self.peers {
-            peer.shared.start_round(round);
+            peer.shared.start_round(round, self.ready);
         }
         self.tell_each(|_| AggregatorMessage::Upload { round })?;
         match self.config.averaging {
@@ -192,12 +192,13 @@ impl Session {
     fn stage(&self, regions: &mut Regions, clock: &UploadClock) -> Result<(), AggregatorError> {
         let mut per_lane: Vec<Vec<Part<'_>>> = self.lanes.iter().map(|_| Vec::new()).collect();
         for region in &mut regions.staged {
+            let position = region.position();
             let (mut rest, file) = region.bytes_mut();
             for (lane, parts) in self.lanes.iter().zip(&mut per_lane) {
                 let range = self.chunks.bytes_of(lane);
                 let (bytes, after) = rest.split_at_mut((range.end - range.start) as usize);
                 rest = after;
-                parts.push(Part { bytes, file, start: range.start });
+                parts.push(Part { bytes, file, position, start: range.start });
             }
         }
         let sinks = per_lane.into_iter().map(RegionSink::new).collect();
@@ -622,11 +623,11 @@ impl AggregatorError {
 }
 
 impl super::PeerShared {
-    fn start_round(&self, round: u32) {
+    fn start_round(&self, round: u32, ready: bool) {
         if let Some(sums) = self.sums.get() {
             sums.clear();
         }
-        self.began.store(false, Ordering::SeqCst);
+        self.began.store(ready, Ordering::SeqCst);
         self.came.store(0, Ordering::Relaxed);
         self.round.store(round, Ordering::SeqCst);
     }

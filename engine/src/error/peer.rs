@@ -406,6 +406,12 @@ pub enum ExchangeError {
         /// Its secret.
         secret: Secret,
     },
+    /// An update with two weights.
+    #[error("an update is wanted twice; name each once")]
+    Twice {
+        /// Its secret.
+        secret: Secret,
+    },
     /// A mean of nothing.
     #[error("there is no update to average")]
     Nobody,
@@ -441,6 +447,7 @@ impl ExchangeError {
             ExchangeError::Update { secret, .. }
             | ExchangeError::Missing { secret, .. }
             | ExchangeError::Model { secret, .. }
+            | ExchangeError::Twice { secret }
             | ExchangeError::NotExpected { secret } => Some(*secret),
             _ => None,
         }
@@ -517,6 +524,14 @@ pub enum ClientError {
     Model {
         /// The first tensor that differs, and how.
         difference: String,
+    },
+    /// Memory of another size than the model's.
+    #[error("the region has {bytes} bytes and the model {model_bytes}")]
+    Size {
+        /// Bytes of the region.
+        bytes: u64,
+        /// Bytes of the model.
+        model_bytes: u64,
     },
     /// The send path asked for.
     #[error(transparent)]

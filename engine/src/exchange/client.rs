@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::Parcel;
-use crate::client::{Client, ClientConfig, Target, Task};
+use crate::client::{Canceller, Client, ClientConfig, Target, Task};
 use crate::control::{self, Congestion};
 use crate::error::{ClientError, ControlError};
 use crate::limits;
@@ -109,13 +109,17 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 pub struct Deposit {
     gone: Arc<AtomicBool>,
     stop: Option<mpsc::Sender<()>>,
+    canceller: Canceller,
     ended: Arc<Mutex<Option<Result<(), String>>>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Deposit {
     /// Waits with `update`, on a thread of its own, until the exchange releases it. Connections
-    /// that break are made anew; an exchange that cannot be reached for `line.deadline` is over.
+    /// that break are made anew; an exchange that has not answered for `line.deadline` is over.
+    ///
+    /// # Errors
+    /// A host that refuses a thread.
     pub fn leave(
         line: LineConfig,
         secret: Secret,
@@ -125,8 +129,10 @@ impl Deposit {
         let ended = Arc::new(Mutex::new(None));
         let (stop, stopped) = mpsc::channel();
         let (inside, outcome) = (gone.clone(), ended.clone());
+        let canceller = Canceller::default();
+        let held = canceller.clone();
         let wait = move || {
-            let result = wait_with(&line, secret, &update, &stopped);
+            let result = wait_with(&line, secret, &update, &held, &stopped);
             // The memory is free before anybody hears that it is.
             drop(update);
             *outcome.lock().unwrap_or_else(PoisonError::into_inner) =
@@ -134,12 +140,14 @@ impl Deposit {
             inside.store(true, Ordering::SeqCst);
         };
         let thread = std::thread::Builder::new().name("deposit".into()).spawn(wait)?;
-        Ok(Deposit { gone, stop: Some(stop), ended, thread: Some(thread) })
+        Ok(Deposit { gone, stop: Some(stop), canceller, ended, thread: Some(thread) })
     }
 
     /// Whether the update is released, or given up.
     pub fn is_over(&self) -> bool {
-        self.gone.load(Ordering::SeqCst)
+        // A thread that has ended says nothing more, however it ended.
+        let has_ended = self.thread.as_ref().is_none_or(JoinHandle::is_finished);
+        self.gone.load(Ordering::SeqCst) || has_ended
     }
 
     /// Why it was given up, if it was.
@@ -152,8 +160,8 @@ impl Deposit {
 impl Drop for Deposit {
     fn drop(&mut self) {
         self.stop.take();
-        // It may be in the middle of a transfer, and ends at the next message or when it fails.
-        drop(self.thread.take());
+        // The thread ends now, or when it has dialled. Nobody need wait for that.
+        self.canceller.cancel("the update is given up");
     }
 }
 
@@ -161,17 +169,18 @@ fn wait_with(
     line: &LineConfig,
     secret: Secret,
     update: &Parcel,
+    canceller: &Canceller,
     stopped: &Receiver<()>,
 ) -> Result<(), ClientError> {
     let mut pause = Duration::ZERO;
     let mut heard = Instant::now();
     loop {
         let began = Instant::now();
-        let error = match serve(line, secret, update) {
+        let error = match serve(line, secret, update, canceller) {
             Ok(()) => return Ok(()),
             Err(error) => error,
         };
-        if !matches!(error, ClientError::Dial { .. }) {
+        if canceller.has_answered() {
             heard = Instant::now();
         }
         if heard.elapsed() > line.deadline {
@@ -190,8 +199,14 @@ fn wait_with(
 }
 
 /// Waits once, and sends the update each time it is wanted. Done when it is released.
-fn serve(line: &LineConfig, secret: Secret, update: &Parcel) -> Result<(), ClientError> {
-    let joined = Client::join(&line.address, line.client(secret, 0.0), &update.manifest);
+fn serve(
+    line: &LineConfig,
+    secret: Secret,
+    update: &Parcel,
+    canceller: &Canceller,
+) -> Result<(), ClientError> {
+    let config = line.client(secret, 0.0);
+    let joined = Client::join_with(&line.address, config, Some(&update.manifest), canceller);
     let mut client = match joined {
         Err(ClientError::NotWanted { .. }) => return Ok(()),
         joined => joined?,

@@ -2,10 +2,11 @@
 
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
 use super::Parcel;
@@ -23,6 +24,9 @@ use crate::wire::message::{AggregatorMessage, ClientMessage};
 /// How often those who wait are told that we live, and looked at.
 const ROUNDS: Duration = Duration::from_millis(50);
 
+/// How often a client that waits is read at once, each time up to 4 KiB: hours of signs of life.
+const MOST_READS: usize = 16;
+
 pub(super) struct Places {
     config: AggregatorConfig,
     pool: Arc<RegionPool>,
@@ -31,6 +35,8 @@ pub(super) struct Places {
     changed: Condvar,
     door: OnceLock<(Weak<Door>, SocketAddr)>,
     closed: AtomicBool,
+    /// Clients that a model is being sent to.
+    served: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -59,6 +65,7 @@ impl Places {
             changed: Condvar::new(),
             door: OnceLock::new(),
             closed: AtomicBool::new(false),
+            served: AtomicUsize::new(0),
         }
     }
 
@@ -77,10 +84,15 @@ impl Places {
         Ok(())
     }
 
+    /// Nothing is on offer or expected any more. Those who wait hear it.
     pub fn close(&self) {
+        let mut rooms = self.rooms();
+        // While nobody is between looking and waiting.
         self.closed.store(true, Ordering::SeqCst);
-        self.rooms().places.clear();
+        let left = std::mem::take(&mut rooms.places);
+        drop(rooms);
         self.changed.notify_all();
+        left.into_values().for_each(Room::dismiss);
     }
 
     fn rooms(&self) -> MutexGuard<'_, Rooms> {
@@ -97,10 +109,8 @@ impl Places {
 
     pub fn release(&self, secret: Secret) {
         let room = self.rooms().places.remove(&secret.place());
-        if let Some(Room::Update(_, Some(waiting))) = room {
-            dismiss(&waiting.client);
-        }
         self.changed.notify_all();
+        room.into_iter().for_each(Room::dismiss);
     }
 
     pub fn has_met(&self, name: &str) -> bool {
@@ -116,34 +126,14 @@ impl Places {
         rooms.waiting(&secret).map(|waiting| waiting.manifest.clone()).ok_or(ExchangeError::Nobody)
     }
 
-    /// Waits until all clients of `secrets` have come.
-    fn await_all(
-        &self,
-        secrets: &[Secret],
-        patience: Duration,
-    ) -> Result<MutexGuard<'_, Rooms>, ExchangeError> {
-        let until = Instant::now() + patience;
-        let mut rooms = self.rooms();
-        while let Some(missing) = rooms.missing(secrets)? {
-            if self.closed.load(Ordering::SeqCst) {
-                return Err(ExchangeError::Closed);
-            }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(ExchangeError::Missing { secret: missing, seconds: patience });
-            }
-            rooms =
-                self.changed.wait_timeout(rooms, left).unwrap_or_else(PoisonError::into_inner).0;
-        }
-        Ok(rooms)
-    }
-
     /// Takes the clients of `secrets` out of their places, once all have come, with their model.
+    /// Those whose models differ stay.
     pub fn take(
         &self,
         secrets: &[Secret],
         patience: Duration,
-    ) -> Result<(Vec<Box<Joined>>, Manifest), ExchangeError> {
+    ) -> Result<(Vec<Joined>, Manifest), ExchangeError> {
+        refuse_twice(secrets)?;
         let mut rooms = self.await_all(secrets, patience)?;
         let first = secrets.first().and_then(|secret| rooms.waiting(secret));
         let manifest = first.ok_or(ExchangeError::Nobody)?.manifest.clone();
@@ -158,6 +148,31 @@ impl Places {
             client.socket.set_nonblocking(false)?;
         }
         Ok((clients, manifest))
+    }
+
+    fn await_all(
+        &self,
+        secrets: &[Secret],
+        patience: Duration,
+    ) -> Result<MutexGuard<'_, Rooms>, ExchangeError> {
+        let began = Instant::now();
+        let mut rooms = self.rooms();
+        loop {
+            if self.closed.load(Ordering::SeqCst) {
+                return Err(ExchangeError::Closed);
+            }
+            // Those that left just now come back, so it is worth to wait for them.
+            if rooms.missing(secrets)?.is_none() {
+                rooms.forget_dead(secrets);
+            }
+            let Some(missing) = rooms.missing(secrets)? else { return Ok(rooms) };
+            let left = patience.saturating_sub(began.elapsed());
+            if left.is_zero() {
+                return Err(ExchangeError::Missing { secret: missing, seconds: patience });
+            }
+            let woken = self.changed.wait_timeout(rooms, left);
+            rooms = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// Serves a visitor on the thread that let him in.
@@ -183,44 +198,64 @@ impl Places {
 
     fn receive_client(self: &Arc<Self>, mut client: Box<Joined>) {
         let mut rooms = self.rooms();
-        match rooms.places.get(&client.place) {
-            Some(Room::Offer(secret, model)) => {
-                let model = model.clone();
-                client.secret = *secret;
-                // A session wants a positive weight, though this one averages nothing.
-                client.examples = 1.0;
-                rooms.meet(client.name.clone());
-                drop(rooms);
-                let label = client.label();
-                if let Err(error) = self.serve(client, &model) {
-                    tracing::warn!("the model could not be sent: {error} ({label})");
-                }
-            }
-            Some(Room::Update(secret, _)) => {
-                let secret = *secret;
-                client.secret = secret;
-                match prepare(client) {
-                    Ok(waiting) => {
-                        rooms.meet(waiting.client.name.clone());
-                        let room = Room::Update(secret, Some(waiting));
-                        rooms.places.insert(secret.place(), room);
-                        drop(rooms);
-                        self.changed.notify_all();
-                    }
-                    Err((client, error)) => refuse(&client.socket, &error.to_string()),
-                }
-            }
+        let (secret, offer) = match rooms.places.get(&client.place) {
+            Some(Room::Offer(secret, model)) => (*secret, Some(model.clone())),
+            Some(Room::Update(secret, _)) => (*secret, None),
             None => {
                 drop(rooms);
-                dismiss(&client);
+                return dismiss(&client);
+            }
+        };
+        rooms.meet(client.name.clone());
+        drop(rooms);
+        client.secret = secret;
+        match offer {
+            Some(model) => self.receive_guest(*client, &model),
+            None => self.receive_update(client),
+        }
+    }
+
+    /// Lets a client with an update wait. One that waits there already is gone: it is the same
+    /// client, whose connection broke.
+    fn receive_update(&self, client: Box<Joined>) {
+        // Without the lock: a header may be long, and a peer may not read.
+        let waiting = match prepare(client) {
+            Ok(waiting) => waiting,
+            Err((client, error)) => return refuse(&client.socket, &error.to_string()),
+        };
+        let mut rooms = self.rooms();
+        match rooms.places.get_mut(&waiting.client.place) {
+            Some(Room::Update(_, place)) => {
+                let last = place.replace(waiting);
+                drop(rooms);
+                drop(last);
+                self.changed.notify_all();
+            }
+            // Released meanwhile.
+            _ => {
+                drop(rooms);
+                dismiss(&waiting.client);
             }
         }
     }
 
+    fn receive_guest(&self, client: Joined, model: &Parcel) {
+        let label = client.label();
+        let others = self.served.fetch_add(1, Ordering::SeqCst);
+        if others >= limits::MAX_SERVED {
+            refuse(&client.socket, "too many others are being sent a model; try again");
+        } else if let Err(error) = self.serve(client, model) {
+            tracing::warn!("the model could not be sent: {error} ({label})");
+        }
+        self.served.fetch_sub(1, Ordering::SeqCst);
+    }
+
     /// Sends a model to the client that came for it.
-    fn serve(&self, client: Box<Joined>, model: &Parcel) -> Result<(), AggregatorError> {
+    fn serve(&self, mut client: Joined, model: &Parcel) -> Result<(), AggregatorError> {
         let Some((door, address)) = self.door.get() else { return Ok(()) };
         let Some(door) = door.upgrade() else { return Ok(()) };
+        // There is no mean, and so no weight; a session wants one.
+        client.examples = 1.0;
         let config = self.config.clone();
         let aggregator = Aggregator::of(door, *address, self.pool.clone(), config, vec![client])?;
         let mut session = aggregator.gather(Some(model.manifest.clone()))?;
@@ -230,19 +265,28 @@ impl Places {
 
     /// Tells those who wait that we live, and forgets those who left.
     fn attend(&self) {
-        let mut rooms = self.rooms();
-        for room in rooms.places.values_mut() {
-            let Room::Update(_, waiting) = room else { continue };
-            if waiting.as_ref().is_some_and(|waiting| !waiting.lives()) {
-                *waiting = None;
-            }
+        self.rooms().places.values_mut().for_each(Room::forget_dead);
+    }
+}
+
+impl Room {
+    fn forget_dead(&mut self) {
+        if let Room::Update(_, waiting) = self {
+            *waiting = waiting.take().filter(Waiting::lives);
+        }
+    }
+
+    /// Tells a client that waits here that its update is not wanted any more.
+    fn dismiss(self) {
+        if let Room::Update(_, Some(waiting)) = self {
+            dismiss(&waiting.client);
         }
     }
 }
 
 impl Rooms {
     fn meet(&mut self, name: String) {
-        // Names are given by peers who know a secret; a bound all the same.
+        // Names are given by peers who know a place; a bound all the same.
         if self.met.len() < limits::MAX_CLIENTS {
             self.met.insert(name);
         }
@@ -267,11 +311,26 @@ impl Rooms {
         Ok(None)
     }
 
-    fn leave(&mut self, secret: &Secret) -> Option<Box<Joined>> {
+    fn forget_dead(&mut self, secrets: &[Secret]) {
+        for secret in secrets {
+            self.places.entry(secret.place()).and_modify(Room::forget_dead);
+        }
+    }
+
+    fn leave(&mut self, secret: &Secret) -> Option<Joined> {
         match self.places.get_mut(&secret.place()) {
-            Some(Room::Update(_, waiting)) => waiting.take().map(|waiting| waiting.client),
+            Some(Room::Update(_, waiting)) => waiting.take().map(|waiting| *waiting.client),
             _ => None,
         }
+    }
+}
+
+/// A client that counted twice would have two weights and send once.
+fn refuse_twice(secrets: &[Secret]) -> Result<(), ExchangeError> {
+    let mut seen = HashSet::new();
+    match secrets.iter().find(|secret| !seen.insert(secret.place())) {
+        Some(secret) => Err(ExchangeError::Twice { secret: *secret }),
+        None => Ok(()),
     }
 }
 
@@ -290,28 +349,36 @@ fn prepare(client: Box<Joined>) -> Result<Waiting, Refused> {
 }
 
 impl Waiting {
-    /// Reads what the client says, which can only be that it lives, and says the same.
+    /// Hears what the client says, which can only be that it lives, and says the same.
     fn lives(&self) -> bool {
+        self.is_well() && answer(&self.client.socket, &AggregatorMessage::Alive)
+    }
+
+    /// Reads all that the client has said. Half a sign of life stays where it is: the next one to
+    /// read begins at a message.
+    fn is_well(&self) -> bool {
         let alive = frame::encode(&ClientMessage::Alive).unwrap_or_default();
         let mut heard = [0; 4096];
-        let peeked = rustix::net::recv(&self.client.socket, heard.as_mut_slice(), RecvFlags::PEEK);
-        match peeked {
-            Ok((_, 0)) => return false,
-            Ok((_, bytes)) => {
-                let whole = bytes - bytes % alive.len();
-                if heard[..whole].chunks(alive.len()).any(|said| said != alive) {
-                    return false;
-                }
-                let read =
-                    rustix::net::recv(&self.client.socket, &mut heard[..whole], RecvFlags::empty());
-                if whole > 0 && read.is_err() {
-                    return false;
-                }
+        for _ in 0..MOST_READS {
+            let socket = &self.client.socket;
+            let bytes = match rustix::net::recv(socket, heard.as_mut_slice(), RecvFlags::PEEK) {
+                Ok((_, bytes)) => bytes,
+                Err(error) => return matches!(error, Errno::AGAIN | Errno::INTR),
+            };
+            // The end of the connection, or the beginning of a message.
+            if bytes < alive.len() {
+                return bytes > 0 && alive.starts_with(&heard[..bytes]);
             }
-            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => {}
-            Err(_) => return false,
+            let whole = &mut heard[..bytes - bytes % alive.len()];
+            if whole.chunks(alive.len()).any(|said| said != alive) {
+                return false;
+            }
+            if rustix::net::recv(socket, whole, RecvFlags::empty()).is_err() {
+                return false;
+            }
         }
-        answer(&self.client.socket, &AggregatorMessage::Alive)
+        // Nobody has so many signs of life to give.
+        false
     }
 }
 

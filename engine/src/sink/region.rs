@@ -17,8 +17,10 @@ pub struct RegionSink<'a> {
 pub struct Part<'a> {
     /// The bytes.
     pub bytes: &'a mut [u8],
-    /// The file of the whole region, whose position 0 is the model's byte 0.
+    /// The file of the whole region.
     pub file: BorrowedFd<'a>,
+    /// Where the model's byte 0 is in that file.
+    pub position: u64,
     /// The model byte at which `bytes` starts.
     pub start: u64,
 }
@@ -43,7 +45,7 @@ impl Sink for RegionSink<'_> {
         Some(Landing {
             length: chunk.length() - filled,
             bytes: Some(&mut part.bytes[start + filled..start + chunk.length()]),
-            file: Some((part.file, chunk.bytes.start + filled as u64)),
+            file: Some((part.file, part.position + chunk.bytes.start + filled as u64)),
         })
     }
 

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 
-use rustix::fs::{self, MemfdFlags, Mode, OFlags};
+use rustix::fs::{self, MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mm::{self, Advice, MapFlags, ProtFlags};
 use rustix::mount::{self, FsMountFlags, FsOpenFlags, MountAttrFlags};
 
@@ -45,9 +45,15 @@ impl Mapping {
         let mapped_bytes = usize::try_from(rounded).map_err(|_| io::ErrorKind::OutOfMemory)?;
         let file = match pages {
             Pages::Huge => huge_file(rounded)?,
-            Pages::Base => fs::memfd_create("fedlane", MemfdFlags::CLOEXEC)?,
+            Pages::Base => {
+                fs::memfd_create("fedlane", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?
+            }
         };
         fs::ftruncate(&file, rounded)?;
+        if pages == Pages::Base {
+            // Who maps the file too may trust its size: touching what is gone would be SIGBUS.
+            fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        }
         // SAFETY: a new mapping at an address of the kernel's choice aliases nothing.
         let start = unsafe {
             mm::mmap(

@@ -3,7 +3,7 @@
 use fedlane::manifest::Manifest;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame;
-use fedlane::wire::hello::{Answer, Channel, DataHello, Preamble};
+use fedlane::wire::hello::{Answer, Channel, DataHello, Preamble, Secret};
 use fedlane::wire::message::{AggregatorMessage, ClientMessage, Plan, WireSum};
 use serde::Serialize;
 use zerocopy::IntoBytes;
@@ -16,6 +16,9 @@ pub const THREE_DTYPES: &[u8] = br#"{"__metadata__":{"format":"pt"},"a":{"dtype"
 
 const SESSION: [u8; 16] = *b"session-of-16-by";
 const TICKET: [u8; 32] = *b"a secret ticket of 32 bytes, yes";
+
+/// What two peers of an exchange know of each other.
+pub const SECRET: [u8; 32] = *b"a secret of 32 bytes, never sent";
 
 /// Some bytes of the protocol.
 pub struct Example {
@@ -89,7 +92,7 @@ fn preamble(
     answer: Answer,
     answer_note: &'static str,
 ) -> Example {
-    let parts = [(8, "magic"), (2, "version 1"), (1, channel_note), (1, answer_note)];
+    let parts = [(8, "magic"), (2, "version 2"), (1, channel_note), (1, answer_note)];
     Example::new(name, Preamble::answering(channel, answer).as_bytes(), &parts)
 }
 
@@ -98,8 +101,13 @@ fn client_messages() -> Vec<Example> {
     let example = |name: &str, message: ClientMessage, parts: &[(usize, &'static str)]| {
         Example::message(&format!("client-message-{name}"), &message, parts)
     };
-    let join =
-        ClientMessage::Join { name: "site-a".into(), examples: 600.0, header: HEADER.to_vec() };
+    let join = ClientMessage::Join {
+        name: "site-a".into(),
+        examples: 600.0,
+        header: HEADER.to_vec(),
+        place: Secret::OPEN.place(),
+    };
+    let call = ClientMessage::Call { name: "site-a".into(), place: Secret::new(SECRET).place() };
     vec![
         example(
             "0-join",
@@ -111,6 +119,7 @@ fn client_messages() -> Vec<Example> {
                 (8, "examples: 600.0"),
                 (1, "header: 54 bytes"),
                 (54, "the JSON, as it stands in the file"),
+                (16, "place: the only session"),
             ],
         ),
         example(
@@ -138,6 +147,11 @@ fn client_messages() -> Vec<Example> {
             "5-failed",
             ClientMessage::Failed { reason: "disk full".into() },
             &[(1, "message 5: failed"), (1, "reason: 9 bytes"), (9, "\"disk full\"")],
+        ),
+        example(
+            "6-call",
+            call,
+            &[(1, "message 6: call"), (1, "name: 6 bytes"), (6, "\"site-a\""), (16, "place")],
         ),
     ]
 }
@@ -197,6 +211,7 @@ const PLAN_PARTS: &[(usize, &str)] = &[
     (3, "chunk_bytes: 262,144"),
     (2, "rounds: 300"),
     (3, "deadline_ms: 30,000"),
+    (1, "header: none"),
 ];
 
 fn plan() -> Plan {
@@ -208,6 +223,7 @@ fn plan() -> Plan {
         chunk_bytes: 262_144,
         rounds: 300,
         deadline_ms: 30_000,
+        header: Vec::new(),
     }
 }
 

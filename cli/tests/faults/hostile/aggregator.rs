@@ -13,7 +13,7 @@ use fedlane::source::Source;
 use fedlane::source::generator::Generator;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame;
-use fedlane::wire::hello::{Answer, Channel, DataHello, Preamble, bind_ticket};
+use fedlane::wire::hello::{Answer, Channel, DataHello, Preamble, Secret, bind_ticket};
 use fedlane::wire::message::{AggregatorMessage, ClientMessage, Plan};
 
 /// How long it waits for the real client before the test fails.
@@ -46,6 +46,7 @@ impl FakeAggregator {
             chunk_bytes: super::CHUNK_BYTES,
             rounds: 1,
             deadline_ms: 600,
+            header: Vec::new(),
         }
     }
 
@@ -92,7 +93,7 @@ impl FakeAggregator {
         let preamble: Preamble = read_fixed(&mut socket).unwrap();
         assert_eq!(preamble.channel().unwrap(), Channel::Data);
         let hello: DataHello = read_fixed(&mut socket).unwrap();
-        let key = bind_ticket(&self.plan.ticket, &self.join);
+        let key = bind_ticket(&self.plan.ticket, &Secret::OPEN, &self.join);
         assert!(hello.is_admitted_by(&self.plan.session, &key));
         write_fixed(&mut socket, &Preamble::answering(Channel::Data, answer)).unwrap();
         socket

@@ -15,7 +15,7 @@ use fedlane::source::Source;
 use fedlane::source::generator::Generator;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame;
-use fedlane::wire::hello::{Channel, DataHello, Preamble, bind_ticket};
+use fedlane::wire::hello::{Channel, DataHello, Preamble, Secret, bind_ticket};
 use fedlane::wire::message::{AggregatorMessage, ClientMessage, Plan};
 
 /// How long a hostile peer waits for the real one before the test fails.
@@ -45,6 +45,7 @@ impl HostileClient {
             name: name.to_string(),
             examples: 1.0,
             header: manifest.header().to_vec(),
+            place: Secret::OPEN.place(),
         };
         HostileClient::join_with(TcpStream::connect(address).unwrap(), &join, manifest)
     }
@@ -90,7 +91,7 @@ impl HostileClient {
         match self.next().unwrap() {
             AggregatorMessage::Plan(mut plan) => {
                 // What its proofs are made with.
-                plan.ticket = bind_ticket(&plan.ticket, &self.first);
+                plan.ticket = bind_ticket(&plan.ticket, &Secret::OPEN, &self.first);
                 self.plan = Some(plan);
             }
             other => panic!("{other:?} instead of a plan"),

@@ -1,0 +1,121 @@
+//! Regions, and the pool that keeps them warm.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+
+use fedlane::limits::PASSED_OVER;
+use fedlane::region::{Region, RegionPool};
+use fedlane::sys::memory::Pages;
+
+const PAGE: u64 = 4096;
+
+/// A region that can be told from one that was made new, which is zero.
+fn marked(bytes: u64) -> Region {
+    let mut region = Region::new(bytes).unwrap();
+    region.bytes_mut().0.fill(7);
+    region
+}
+
+fn is_marked(region: &Region) -> bool {
+    region.bytes().iter().all(|byte| *byte == 7)
+}
+
+#[test]
+fn a_pool_gives_what_it_was_given_once() {
+    let pool = RegionPool::default();
+    pool.give_back(marked(PAGE));
+    assert!(is_marked(&pool.take(PAGE).unwrap()));
+    assert!(!is_marked(&pool.take(PAGE).unwrap()));
+}
+
+#[test]
+fn a_pool_keeps_what_does_not_fit_for_some_time() {
+    let pool = RegionPool::default();
+    pool.give_back(marked(PAGE));
+    for times in 1..=u64::from(PASSED_OVER) {
+        drop(pool.take(PAGE + times).unwrap());
+    }
+    assert!(is_marked(&pool.take(PAGE).unwrap()));
+}
+
+#[test]
+fn a_pool_gives_up_what_fits_nothing() {
+    let pool = RegionPool::default();
+    pool.give_back(marked(PAGE));
+    for times in 1..=u64::from(PASSED_OVER) + 1 {
+        drop(pool.take(PAGE + times).unwrap());
+    }
+    assert!(!is_marked(&pool.take(PAGE).unwrap()));
+}
+
+/// Two sizes in turn, each warm, are both kept for ever.
+#[test]
+fn a_pool_keeps_what_is_in_use() {
+    let pool = RegionPool::default();
+    pool.give_back(marked(PAGE));
+    pool.give_back(marked(2 * PAGE));
+    for _ in 0..10 * PASSED_OVER {
+        for bytes in [PAGE, 2 * PAGE] {
+            let region = pool.take(bytes).unwrap();
+            assert!(is_marked(&region));
+            pool.give_back(region);
+        }
+    }
+}
+
+#[test]
+fn warming_a_warm_pool_makes_nothing_new() {
+    let pool = RegionPool::default();
+    pool.give_back(marked(PAGE));
+    for _ in 0..3 {
+        pool.warm([PAGE].into_iter()).unwrap();
+    }
+    assert!(is_marked(&pool.take(PAGE).unwrap()));
+    // Nothing else was there, or it would be given instead of a new one.
+    pool.warm([PAGE, PAGE].into_iter()).unwrap();
+    let (first, second) = (pool.take(PAGE).unwrap(), pool.take(PAGE).unwrap());
+    assert_ne!(first.bytes().as_ptr(), second.bytes().as_ptr());
+}
+
+fn file_of(region: &Region) -> OwnedFd {
+    region.file().try_clone_to_owned().unwrap()
+}
+
+#[test]
+fn an_adopted_region_is_the_same_memory() {
+    let mut owner = Region::new(3 * PAGE).unwrap();
+    let mut adopted = Region::adopt(file_of(&owner), 100, 2 * PAGE).unwrap();
+    owner.bytes_mut().0[100] = 1;
+    owner.bytes_mut().0[100 + 2 * PAGE as usize - 1] = 2;
+    assert_eq!((adopted.bytes()[0], adopted.bytes()[2 * PAGE as usize - 1]), (1, 2));
+    assert_eq!((adopted.bytes().len() as u64, adopted.position()), (2 * PAGE, 100));
+    adopted.bytes_mut().0[1] = 3;
+    assert_eq!(owner.bytes()[101], 3);
+    // The memory outlives its maker.
+    drop(owner);
+    assert_eq!(adopted.bytes()[..2], [1, 3]);
+}
+
+#[test]
+fn a_file_that_is_too_short_is_not_adopted() {
+    let owner = Region::new(PAGE).unwrap();
+    assert!(Region::adopt(file_of(&owner), 0, PAGE).is_ok());
+    assert!(Region::adopt(file_of(&owner), PAGE, 0).is_ok());
+    for (position, bytes) in
+        [(0, PAGE + 1), (1, PAGE), (PAGE + 1, 0), (u64::MAX, 1), (1 << 63, 0), (0, 1 << 63)]
+    {
+        let error = Region::adopt(file_of(&owner), position, bytes).err().unwrap();
+        assert!(error.to_string().contains("too short"), "{position}, {bytes}: {error}");
+    }
+}
+
+/// Otherwise whoever has adopted it would be ended by SIGBUS.
+#[test]
+fn nobody_can_make_a_region_on_base_pages_shorter() {
+    let region = Region::new(PAGE).unwrap();
+    assert_eq!(region.pages(), Pages::Base);
+    let file = File::from(file_of(&region));
+    assert!(file.set_len(0).is_err());
+    assert!(file.set_len(2 * PAGE).is_err());
+    assert_eq!(file.metadata().unwrap().len(), PAGE);
+}
