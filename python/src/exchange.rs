@@ -89,6 +89,17 @@ impl Pool {
         let region = py.detach(|| self.0.take(nbytes)).or_raise()?;
         Ok(Memory(Arc::new(Warm { region: Some(region), pool: self.0.clone() })))
     }
+
+    /// Gives free memory back to the host.
+    fn trim(&self, py: Python<'_>) {
+        py.detach(|| self.0.trim());
+    }
+
+    /// Bytes of memory that is free here, and not the host's.
+    #[getter]
+    fn free_bytes(&self) -> u64 {
+        self.0.free_bytes()
+    }
 }
 
 /// Memory of a pool.

@@ -79,6 +79,8 @@ class Pending:
     key: bytes | None
     #: The update stays at the client: a strategy averages it there.
     held: bool = False
+    #: Keys of the models on offer for it.
+    models: frozenset[bytes] = frozenset()
 
 
 @dataclass
@@ -155,6 +157,7 @@ class FedlaneGrid(Grid):
         if self._held_messages:
             self._begin_mean(sum(each.held for each in pending))
         self._held_messages.clear()
+        self._withdraw(pending)
         ids = list(self._grid.push_messages([each.sent for each in pending]))
         for message_id, each in zip(ids, pending, strict=True):
             if message_id is None:
@@ -188,7 +191,7 @@ class FedlaneGrid(Grid):
                 if ids:
                     time.sleep(pause_s(time.monotonic() - began))
         self._give_up(asked & ids)
-        self._server.keep_newest()
+        self._withdraw([])
         return [reply.result() for reply in replies]
 
     def hold(self, messages: Iterable[Message], weigh: Callable[[Message], float]) -> None:
@@ -198,6 +201,11 @@ class FedlaneGrid(Grid):
         """
         self._held_messages += messages
         self._weigh = weigh
+
+    def _withdraw(self, coming: list[Pending]) -> None:
+        """Ends the offers that no message needs any more."""
+        waiting = [*self._pending.values(), *coming]
+        self._server.keep({key for each in waiting for key in each.models})
 
     def _begin_mean(self, expected: int) -> None:
         if self._mean is not None:
@@ -265,6 +273,7 @@ class FedlaneGrid(Grid):
         if message.metadata.dst_node_id in self._plain_nodes:
             return Pending(message, message, None)
         replaced: dict[str, object] = {}
+        models = set()
         for name, record in records.items():
             try:
                 offer = self._server.offer(record)
@@ -272,6 +281,7 @@ class FedlaneGrid(Grid):
                 self._warn_or_raise(f"record '{name}' goes Flower's own way: {error}")
             else:
                 replaced[name] = tickets.model_ticket(offer.key, offer.parcel.nbytes)
+                models.add(offer.key)
         key = tickets.new_key()
         server = self._server
         order = tickets.Order(self._addresses, server.local_name, key, server.deadline_s)
@@ -279,7 +289,7 @@ class FedlaneGrid(Grid):
         server.expect(key)
         held = any(message is each for each in self._held_messages)
         content = tickets.replaced(message.content, replaced)
-        return Pending(message, copy_of(message, content), key, held)
+        return Pending(message, copy_of(message, content), key, held, frozenset(models))
 
     def _pull(self, message_ids: Iterable[str]) -> list[tuple[Message, Pending | None]]:
         """Replies as they came. Those that call for Flower's own way are answered so."""

@@ -1,5 +1,6 @@
 """The server's data port: models on offer, updates awaited, received and averaged."""
 
+import mmap
 import os
 import secrets
 import threading
@@ -15,7 +16,7 @@ from fedlane import _core
 from fedlane.handover import Counter, Message
 
 from . import arrays, tickets
-from .memory import Memory
+from .memory import Arena, Memory
 from .headers import header_of, layout_of
 
 
@@ -23,7 +24,7 @@ from .headers import header_of, layout_of
 COME_BACK_S = 10.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Offer:
     """A model that clients may fetch, and the record that it was made from."""
 
@@ -54,10 +55,19 @@ class Server:
         #: Updates that were handed over on this host.
         self._local: dict[bytes, _core.Parcel | None] = {}
         self._met: set[str] = set()
+        arrays.configure(arena=Arena(self.allocate))
         self.local_name = ""
         if same_host:
             self.local_name = f"fedlane-server-{os.getpid()}-{secrets.token_hex(16)}"
             self._counter = Counter(self.local_name, lambda: self._serve_local)
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Memory for new arrays: what models of earlier rounds stood in, where there is some."""
+        warm = self.exchange.pool.take(nbytes)
+        mapping = mmap.mmap(warm.fileno(), nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory = Memory.adopt(os.dup(warm.fileno()), nbytes, mapping=mapping)
+        _WARM[memory] = warm
+        return memory
 
     def has_met(self, name: str) -> bool:
         """Whether a client of this name has ever come."""
@@ -74,16 +84,20 @@ class Server:
                     return offer
             parcel = parcel_of(record, adopt=True)
             offer = Offer(record, arrays.contents(record), tickets.new_key(), parcel)
+            # What a strategy makes of the updates is as large.
+            arrays.arena().expect(parcel.nbytes)
             self.exchange.offer(offer.key, parcel)
             self._offers.append(offer)
             return offer
 
-    def keep_newest(self) -> None:
-        """Withdraws all offers but the newest, which may be wanted again."""
+    def keep(self, keys: set[bytes]) -> None:
+        """Withdraws all offers but these and the newest, which may be wanted again."""
         with self._lock:
-            for offer in self._offers[:-1]:
-                self.exchange.release(offer.key)
-            del self._offers[:-1]
+            kept = [each for each in self._offers[:-1] if each.key in keys] + self._offers[-1:]
+            for offer in self._offers:
+                if offer not in kept:
+                    self.exchange.release(offer.key)
+            self._offers = kept
 
     def expect(self, key: bytes) -> None:
         """Awaits the updates of one message."""
@@ -208,6 +222,9 @@ def parcel_of(record: ArrayRecord, *, adopt: bool = False) -> _core.Parcel:
         return known
     return _core.Parcel.adopt(header, memory.fd, position)
 
+
+#: Keeps memory from being used again as long as arrays stand in it.
+_WARM: "weakref.WeakKeyDictionary[Memory, _core.Memory]" = weakref.WeakKeyDictionary()
 
 #: Parcels whose memory is that of a record: their checksums need not be made again.
 _PARCELS: "weakref.WeakKeyDictionary[Memory, _core.Parcel]" = weakref.WeakKeyDictionary()
