@@ -94,6 +94,14 @@ impl Region {
         self.mapping.file()
     }
 
+    /// Says that this process will not touch the bytes for some time, while another one may: they
+    /// stay where they are, and count no more as memory of this process.
+    pub fn rest(&self) {
+        if let Err(error) = self.mapping.rest() {
+            tracing::debug!("a region stays mapped: {error}");
+        }
+    }
+
     /// Where the region begins in its file.
     pub fn position(&self) -> u64 {
         self.position

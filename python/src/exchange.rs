@@ -87,6 +87,8 @@ impl Pool {
     /// Memory of `nbytes` bytes, which goes back to the pool when nothing refers to it.
     fn take(&self, py: Python<'_>, nbytes: u64) -> PyResult<Memory> {
         let region = py.detach(|| self.0.take(nbytes)).or_raise()?;
+        // Python maps the file itself.
+        region.rest();
         Ok(Memory(Arc::new(Warm { region: Some(region), pool: self.0.clone() })))
     }
 
