@@ -246,7 +246,8 @@ class Deployment:
         self.fleet = fleet
         self._write_home(control)
         self._start("superlink", command)
-        self._wait_for_ports(ports)
+        # For simulations alone there is no port for SuperNodes.
+        self._wait_for_ports(ports if self.clients else [control, apps])
         if self.isolation == "process":
             self._start_superexec("superexec-superlink", apps, "serverapp")
 
