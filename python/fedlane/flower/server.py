@@ -19,6 +19,10 @@ from .memory import Memory
 from .headers import header_of, layout_of
 
 
+#: Longest time that a client whose connection broke may take to come back, in seconds.
+COME_BACK_S = 10.0
+
+
 @dataclass
 class Offer:
     """A model that clients may fetch, and the record that it was made from."""
@@ -41,6 +45,10 @@ class Server:
     ) -> None:
         self.exchange = _core.Exchange(host, port, deadline_s=deadline_s, streams=streams)
         self.deadline_s = deadline_s
+        #: How long a client may take to come back when its connection broke.
+        self.patience_s = min(deadline_s, COME_BACK_S)
+        wildcard = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
+        self._own_host = wildcard.get(host, f"[{host}]" if ":" in host else host)
         self._lock = threading.Lock()
         self._offers: list[Offer] = []
         #: Updates that were handed over on this host.
@@ -49,7 +57,10 @@ class Server:
         self.local_name = ""
         if same_host:
             self.local_name = f"fedlane-server-{os.getpid()}-{secrets.token_hex(16)}"
-            self._counter = Counter(self.local_name, lambda: Desk(self))
+            # Not kept by those who serve it: a notebook runs one simulation after the other.
+            itself = weakref.ref(self)
+            counter = Counter(self.local_name, lambda: Desk(itself()))
+            weakref.finalize(self, counter.close)
 
     def has_met(self, name: str) -> bool:
         """Whether a client of this name has ever come."""
@@ -91,15 +102,19 @@ class Server:
                 self._local.pop(key, None)
                 self.exchange.release(key)
 
+    def is_here(self, key: bytes) -> bool:
+        """Whether an update was handed over, so that nothing has to be received."""
+        return self._local.get(key) is not None
+
     def layout(self, key: bytes) -> list[arrays.Entry]:
         """The layout of an update whose reply has come."""
         local = self._local.get(key)
-        return layout_of(local.header if local else self.exchange.header(key, self.deadline_s))
+        return layout_of(local.header if local else self.exchange.header(key, self.patience_s))
 
     def collect(self, key: bytes) -> ArrayRecord:
-        """Receives one update whole. A transfer that breaks is repeated for ``deadline_s``."""
+        """Receives one update whole. A transfer that breaks is repeated."""
         local = self._local.get(key)
-        parcel = local or self._insist(lambda: self.exchange.collect(key, self.deadline_s))
+        parcel = local or self._insist(lambda: self.exchange.collect(key, self.patience_s))
         return record_of(parcel)
 
     def average(self, updates: list[tuple[bytes, float]]) -> ArrayRecord:
@@ -109,14 +124,27 @@ class Server:
         """
         local = [self._local.get(key) for key, _ in updates]
         if all(local):
-            weighted = [(parcel, weight) for parcel, (_, weight) in zip(local, updates)]
-            return record_of(_core.average(weighted, self.exchange.pool))
-        deposits = [self._deposit(key, parcel) for (key, _), parcel in zip(updates, local) if parcel]
-        mean = record_of(self._insist(lambda: self.exchange.average(updates, self.deadline_s)))
+            weighed = [(parcel, weight) for parcel, (_, weight) in zip(local, updates, strict=True)]
+            return record_of(_core.average(weighed, self.exchange.pool))
+        deposits = self._deposits(updates)
+        mean = record_of(self._insist(lambda: self.exchange.average(updates, self.patience_s)))
         del deposits
         return mean
 
-    def add(self, record: ArrayRecord) -> bytes:
+    def add(self, mean: _core.Mean, updates: list[tuple[bytes, float]]) -> None:
+        """Adds updates (key, weight), in this order, to a mean; an error spoils it.
+
+        Raises as `average`.
+        """
+        deposits = self._deposits(updates)
+        self.exchange.add(mean, updates, self.patience_s)
+        del deposits
+
+    def finish(self, mean: _core.Mean) -> ArrayRecord:
+        """The mean of all updates that were added."""
+        return record_of(self.exchange.finish(mean))
+
+    def take(self, record: ArrayRecord) -> bytes:
         """Takes an update that came Flower's own way among those that wait."""
         key, parcel = tickets.new_key(), parcel_of(record)
         with self._lock:
@@ -124,14 +152,18 @@ class Server:
             self._local[key] = parcel
         return key
 
-    def _deposit(self, key: bytes, parcel: _core.Parcel) -> _core.Deposit:
-        """Sends an update that is here already through the port, to be averaged with others."""
-        address = f"127.0.0.1:{self.exchange.port}"
-        return _core.Deposit(address, f"this process {key.hex()[:8]}", key, parcel, self.deadline_s)
+    def _deposits(self, updates: list[tuple[bytes, float]]) -> list[_core.Deposit]:
+        """Sends updates that are here already through the port, to be averaged with others."""
+        address = f"{self._own_host}:{self.exchange.port}"
+        return [
+            _core.Deposit(address, f"this process {key.hex()[:8]}", key, parcel, self.deadline_s)
+            for key, _ in updates
+            if (parcel := self._local.get(key)) is not None
+        ]
 
     def _insist(self, transfer: Callable[[], _core.Parcel]) -> _core.Parcel:
         """Tries again while the client comes back: a connection may break without its end."""
-        until = time.monotonic() + self.deadline_s
+        until = time.monotonic() + self.patience_s
         while True:
             try:
                 return transfer()

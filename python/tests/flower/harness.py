@@ -114,6 +114,11 @@ def toml_value(value: object) -> str:
     return json.dumps(value)
 
 
+def toml_key(key: str) -> str:
+    """A key that is not taken apart at its dots: "fedlane" and "fedlane.port" may both be there."""
+    return json.dumps(key) if "." in key else key
+
+
 class Run:
     """One run of an app. `result` is the file that the app was told to write (run_config "result")."""
 
@@ -315,7 +320,7 @@ class Deployment:
         self.runs += 1
         file = self.folder / f"result{self.runs}"
         config = (run_config or {}) | ({"result": str(file)} if result else {})
-        words = ["--run-config", " ".join(f"{key}={toml_value(value)}" for key, value in config.items())]
+        words = ["--run-config", " ".join(f"{toml_key(key)}={toml_value(value)}" for key, value in config.items())]
         # A copy: Flower writes its bundle beside the app.
         copy = self.folder / f"app{self.runs}"
         shutil.copytree(app, copy, ignore=shutil.ignore_patterns("__pycache__"))
