@@ -59,7 +59,10 @@ class Server:
         self.local_name = ""
         if same_host:
             self.local_name = f"fedlane-server-{os.getpid()}-{secrets.token_hex(16)}"
-            self._counter = Counter(self.local_name, lambda: self._serve_local)
+            # Not kept by those who serve it: a notebook runs one simulation after the other.
+            itself = weakref.ref(self)
+            counter = Counter(self.local_name, lambda: Desk(itself()))
+            weakref.finalize(self, counter.close)
 
     def allocate(self, nbytes: int) -> Memory:
         """Memory for new arrays: what models of earlier rounds stood in, where there is some."""
@@ -112,6 +115,10 @@ class Server:
             for key in keys:
                 self._local.pop(key, None)
                 self.exchange.release(key)
+
+    def is_here(self, key: bytes) -> bool:
+        """Whether an update was handed over, so that nothing has to be received."""
+        return self._local.get(key) is not None
 
     def layout(self, key: bytes) -> list[arrays.Entry]:
         """The layout of an update whose reply has come."""
@@ -178,36 +185,73 @@ class Server:
                 if time.monotonic() > until:
                     raise
 
-    def _serve_local(self, request: dict, fd: int | None) -> Message:
-        """Serves a client on this host: memory is handed over, nothing is sent."""
+    def offered(self, key: bytes) -> _core.Parcel:
+        """The model on offer under ``key``; ValueError if there is none."""
+        with self._lock:
+            for offer in self._offers:
+                if offer.key == key:
+                    return offer.parcel
+        raise ValueError("this model is not on offer any more")
+
+    def take_over(self, key: bytes, update: _core.Parcel) -> None:
+        """Takes the update of a client on this host; ValueError if nobody awaits it."""
+        with self._lock:
+            if key not in self._local:
+                raise ValueError("this update is not awaited any more")
+            self._local[key] = update
+
+    def meet(self, name: str) -> None:
+        """Notes that a client of this name has come."""
+        self._met.add(name)
+
+
+class Desk:
+    """Serves a client on this host: memory is handed over, nothing is sent.
+
+    As the pool's desk, one connection is about one memory. Warm memory is the server's, because an
+    update stands in it until the server releases it, when its client may have ended.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._lease: _core.Memory | None = None
+        self._model: _core.Parcel | None = None
+
+    def __call__(self, request: dict, fd: int | None) -> Message:
         try:
-            key = b64decode(request["key"]) if "key" in request else b""
-            self._met.add(str(request.get("name", "")))
+            if request["op"] == "memory":
+                self._lease = self._server.exchange.pool.take(request["nbytes"])
+                return {}, self._lease.fileno()
+            key = b64decode(request["key"])
+            self._server.meet(str(request["name"]))
             if request["op"] == "model":
-                return self._hand_over_model(key)
-            if request["op"] == "deposit" and fd is not None:
-                return self._take_over_update(key, request, fd)
-            raise ValueError("the server hands out models and takes updates, nothing else")
+                return self._hand_over(key)
+            if request["op"] == "deposit":
+                self._server.take_over(key, self._update(request, fd))
+                return {}, None
+            raise ValueError(f"the server knows no {request['op']!r}")
         finally:
             if fd is not None:
                 os.close(fd)
 
-    def _hand_over_model(self, key: bytes) -> Message:
-        with self._lock:
-            offer = next((offer for offer in self._offers if offer.key == key), None)
-        if offer is None:
-            raise ValueError("this model is not on offer any more")
-        parcel = offer.parcel
-        answer = {"header": b64encode(parcel.header).decode(), "position": parcel.position}
-        return answer, parcel.fileno()
+    def _hand_over(self, key: bytes) -> Message:
+        # Kept: its memory must not be used again before the client has closed this connection.
+        self._model = self._server.offered(key)
+        header = b64encode(self._model.header).decode()
+        return {"header": header, "position": self._model.position}, self._model.fileno()
 
-    def _take_over_update(self, key: bytes, request: dict, fd: int) -> Message:
-        parcel = _core.Parcel.adopt(b64decode(request["header"]), fd, request["position"])
-        with self._lock:
-            if key not in self._local:
-                raise ValueError("this update is not awaited any more")
-            self._local[key] = parcel
-        return {}, None
+    def _update(self, request: dict, fd: int | None) -> _core.Parcel:
+        header, position = b64decode(request["header"]), request["position"]
+        if fd is not None:
+            return _core.Parcel.adopt(header, fd, position)
+        if self._lease is not None:
+            return _core.Parcel.within(header, self._lease, position)
+        raise ValueError("an update came without its memory")
+
+    def close(self) -> None:
+        """The client needs the memory no more."""
+        self._lease = None
+        self._model = None
 
 
 def parcel_of(record: ArrayRecord, *, adopt: bool = False) -> _core.Parcel:

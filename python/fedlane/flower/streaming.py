@@ -46,7 +46,9 @@ class StreamedMean:
         with self._changed:
             self._outstanding -= 1
             if update is not None:
-                self._early = self._early and has_room(layout)
+                # Nothing is gained by adding early what was handed over on this host.
+                here = self._server.is_here(update[0])
+                self._early = self._early and not here and has_room(layout)
                 self._queue.append(update)
             self._changed.notify_all()
 

@@ -40,6 +40,7 @@ ROLES = {
     "flower-supernode": "supernode",
     "flower-superexec": "superexec",
     "flwr-serverapp": "serverapp",
+    "flwr-simulation": "serverapp",  # which runs in it
     "flwr-clientapp": "clientapp",
     "flwr": "cli",
 }
@@ -111,6 +112,11 @@ def wait_until(true: Callable[[], bool], timeout_s: float, every_s: float = 0.05
 def toml_value(value: object) -> str:
     """A bool, number or string as TOML, which JSON writes alike."""
     return json.dumps(value)
+
+
+def toml_key(key: str) -> str:
+    """A key that is not taken apart at its dots: "fedlane" and "fedlane.port" may both be there."""
+    return json.dumps(key) if "." in key else key
 
 
 class Run:
@@ -232,7 +238,7 @@ class Deployment:
 
     def _start_superlink(self) -> None:
         control, fleet, apps = ports = free_ports(3)
-        command = ["flower-superlink", "--insecure", "--isolation", self.isolation]
+        command = ["flower-superlink", "--insecure", "--isolation", self.isolation, *self.superlink_options()]
         if HTTP:
             fleet = apps = control
             ports = [control]
@@ -245,9 +251,18 @@ class Deployment:
         self.fleet = fleet
         self._write_home(control)
         self._start("superlink", command)
-        self._wait_for_ports(ports)
+        # For simulations alone there is no port for SuperNodes.
+        self._wait_for_ports(ports if self.clients else [control, apps])
         if self.isolation == "process":
             self._start_superexec("superexec-superlink", apps, "serverapp")
+
+    def superlink_options(self) -> list[str]:
+        """What a subclass adds to the command of the SuperLink."""
+        return []
+
+    def run_options(self) -> list[str]:
+        """What a subclass adds to the command that submits an app."""
+        return []
 
     def _write_home(self, control: int) -> None:
         (self.folder / "home").mkdir()
@@ -305,11 +320,11 @@ class Deployment:
         self.runs += 1
         file = self.folder / f"result{self.runs}"
         config = (run_config or {}) | ({"result": str(file)} if result else {})
-        words = ["--run-config", " ".join(f"{key}={toml_value(value)}" for key, value in config.items())]
+        words = ["--run-config", " ".join(f"{toml_key(key)}={toml_value(value)}" for key, value in config.items())]
         # A copy: Flower writes its bundle beside the app.
         copy = self.folder / f"app{self.runs}"
         shutil.copytree(app, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        answer = self.flwr("run", str(copy), *(words if config else ()))
+        answer = self.flwr("run", str(copy), *(words if config else ()), *self.run_options())
         return Run(self, int(answer["run-id"]), file)
 
     def run(self, app: Path, run_config: dict | None = None, *, timeout_s: float, result: bool = True) -> Run:
