@@ -71,6 +71,8 @@ class Pending:
     key: bytes | None
     #: The update stays at the client: a strategy averages it there.
     held: bool = False
+    #: Secrets of the models that stand in it.
+    models: frozenset[bytes] = frozenset()
 
 
 @dataclass
@@ -78,7 +80,8 @@ class Held:
     """An update that waits at its client."""
 
     key: bytes
-    node: int
+    #: As long as it lives, no other reply has its `id`.
+    reply: Message
 
 
 class FedlaneGrid(Grid):
@@ -110,6 +113,8 @@ class FedlaneGrid(Grid):
         self._plain_nodes: set[int] = set()
         self._held_messages: list[Message] = []
         self._held: dict[int, Held] = {}
+        #: Secrets of the models in the newest messages: the next ones mostly bring them again.
+        self._newest: frozenset[bytes] = frozenset()
         log(INFO, "fedlane: data port %s", ", ".join(self._addresses))
 
     def __getattr__(self, name: str) -> Any:
@@ -141,6 +146,8 @@ class FedlaneGrid(Grid):
         """Sends messages with tickets in the place of their arrays. See `flwr.serverapp.Grid`."""
         pending = [self._prepare(message) for message in messages]
         self._held_messages.clear()
+        models = frozenset().union(*(each.models for each in pending))
+        self._newest = models or self._newest
         ids = list(self._grid.push_messages([each.sent for each in pending]))
         for message_id, each in zip(ids, pending, strict=True):
             if message_id is None:
@@ -151,7 +158,9 @@ class FedlaneGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Replies that have come, with their arrays. See `flwr.serverapp.Grid`."""
-        return [self._unpack(reply, pending) for reply, pending in self._pull(message_ids)]
+        replies = [self._unpack(reply, pending) for reply, pending in self._pull(message_ids)]
+        self._withdraw_models()
+        return replies
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -174,11 +183,14 @@ class FedlaneGrid(Grid):
                 if ids:
                     time.sleep(pause_s(time.monotonic() - began))
         self._give_up(asked & ids)
-        self._server.keep_newest()
+        self._withdraw_models()
         return [reply.result() for reply in replies]
 
     def hold(self, messages: Iterable[Message]) -> None:
         """Lets the updates of these messages wait at their clients, for `average`."""
+        # What was not averaged in the last round never will be.
+        self._server.release([held.key for held in self._held.values()])
+        self._held.clear()
         self._held_messages += messages
 
     def is_held(self, reply: Message) -> bool:
@@ -225,6 +237,7 @@ class FedlaneGrid(Grid):
         if message.metadata.dst_node_id in self._plain_nodes:
             return Pending(message, message, None)
         replaced: dict[str, object] = {}
+        models = set()
         for name, record in records.items():
             try:
                 offer = self._server.offer(record)
@@ -232,6 +245,7 @@ class FedlaneGrid(Grid):
                 self._warn_or_raise(f"record '{name}' goes Flower's own way: {error}")
             else:
                 replaced[name] = tickets.model_ticket(offer.key, offer.parcel.nbytes)
+                models.add(offer.key)
         key = tickets.new_key()
         server = self._server
         order = tickets.Order(self._addresses, server.local_name, key, server.deadline_s)
@@ -239,7 +253,7 @@ class FedlaneGrid(Grid):
         server.expect(key)
         held = any(message is each for each in self._held_messages)
         content = tickets.replaced(message.content, replaced)
-        return Pending(message, copy_of(message, content), key, held)
+        return Pending(message, copy_of(message, content), key, held, frozenset(models))
 
     def _pull(self, message_ids: Iterable[str]) -> list[tuple[Message, Pending | None]]:
         """Replies as they came. Those that call for Flower's own way are answered so."""
@@ -261,12 +275,15 @@ class FedlaneGrid(Grid):
         """Why the message must be sent again Flower's own way, if it must."""
         if pending.key is None:
             return None
+        had_tickets = bool(tickets.array_records(pending.message.content))
         if reply.has_error():
             knows_us = self._server.has_met(str(pending.sent.metadata.dst_node_id))
-            had_tickets = bool(tickets.array_records(pending.message.content))
             if had_tickets and not knows_us and reply.error.code in _APP_FAILED:
                 return f"its ClientApp failed without a word from fedlane_mod ({reply.error.reason})"
             return None
+        if had_tickets and not tickets.has_word(reply.content):
+            # The app ran without the arrays: what it answers is worth nothing.
+            return "its ClientApp answered without a word from fedlane_mod"
         return tickets.read_refusal(reply.content)
 
     def _send_plain(self, message_id: str, pending: Pending, reason: str) -> None:
@@ -295,6 +312,12 @@ class FedlaneGrid(Grid):
         if reply.has_error():
             self._forget(pending)
             return reply
+        reply.content = tickets.replaced(reply.content, {tickets.ORDER: None})
+        if plain := list(tickets.array_records(reply.content)):
+            node = reply.metadata.src_node_id
+            self._warn_or_raise(
+                f"node {node} sent {', '.join(plain)} Flower's own way; its log says why"
+            )
         numbers = {
             name: number
             for name, record in reply.content.items()
@@ -329,8 +352,13 @@ class FedlaneGrid(Grid):
             record[tensor] = arrays.placeholder(tensor, dtype, shape, why)
         reply.content = tickets.replaced(reply.content, {name: record})
         self._server.release(other for other in tickets.update_keys(key) if other != update)
-        self._held[id(reply)] = Held(update, reply.metadata.src_node_id)
+        self._held[id(reply)] = Held(update, reply)
         return reply
+
+    def _withdraw_models(self) -> None:
+        """Only models that a client may still come for stay on offer."""
+        awaited = (each.models for each in self._pending.values())
+        self._server.keep_offers(set(self._newest.union(*awaited)))
 
     def _give_up(self, message_ids: Iterable[str]) -> None:
         """Nobody waits for these replies any more: their updates are not kept."""

@@ -60,9 +60,6 @@ class Server:
         with self._lock:
             for offer in self._offers:
                 if offer.is_of(record):
-                    # The newest is last.
-                    self._offers.remove(offer)
-                    self._offers.append(offer)
                     return offer
             parcel = parcel_of(record, adopt=True)
             offer = Offer(record, arrays.contents(record), tickets.new_key(), parcel)
@@ -70,12 +67,13 @@ class Server:
             self._offers.append(offer)
             return offer
 
-    def keep_newest(self) -> None:
-        """Withdraws all offers but the newest, which may be wanted again."""
+    def keep_offers(self, keys: set[bytes]) -> None:
+        """Withdraws all other offers."""
         with self._lock:
-            for offer in self._offers[:-1]:
-                self.exchange.release(offer.key)
-            del self._offers[:-1]
+            for offer in self._offers:
+                if offer.key not in keys:
+                    self.exchange.release(offer.key)
+            self._offers = [offer for offer in self._offers if offer.key in keys]
 
     def expect(self, key: bytes) -> None:
         """Awaits the updates of one message."""

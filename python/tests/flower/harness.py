@@ -113,6 +113,11 @@ def toml_value(value: object) -> str:
     return json.dumps(value)
 
 
+def toml_key(key: str) -> str:
+    """A key that is not taken apart at its dots: "fedlane" and "fedlane.port" may both be there."""
+    return json.dumps(key) if "." in key else key
+
+
 class Run:
     """One run of an app. `result` is the file that the app was told to write (run_config "result")."""
 
@@ -162,6 +167,7 @@ class Deployment:
         SuperExecs do.
     env: more environment variables of all processes.
     pythonpath: folders that the apps may import from.
+    own_pools: each SuperNode has a pool of fedlane for itself, as if it ran on another host.
 
     After the block, `leftovers` lists what did not end by itself within 15 s of its SuperNode's end.
     """
@@ -174,8 +180,10 @@ class Deployment:
         isolation: str = "subprocess",
         env: dict[str, str] | None = None,
         pythonpath: Sequence[Path] = (),
+        own_pools: bool = False,
     ) -> None:
         self.clients = clients
+        self.own_pools = own_pools
         self.node_config = [node_config] * clients if isinstance(node_config, dict) else list(node_config)
         self.isolation = isolation
         self.mark = uuid.uuid4().hex
@@ -220,12 +228,12 @@ class Deployment:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, name: str, command: Sequence[str]) -> int:
+    def _start(self, name: str, command: Sequence[str], env: dict[str, str] | None = None) -> int:
         with open(self.folder / "logs" / f"{name}.log", "ab") as log:
             process = subprocess.Popen(
                 [str(BIN / command[0]), *command[1:]],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=self.env, cwd=self.folder, start_new_session=True,
+                env=self.env | (env or {}), cwd=self.folder, start_new_session=True,
             )
         self.started.append(process)
         return process.pid
@@ -265,18 +273,28 @@ class Deployment:
                    "--node-config", " ".join(f"{key}={toml_value(value)}" for key, value in config.items())]
         command += ["--host", "127.0.0.1", "--port", str(port)] if HTTP else [
             "--clientappio-api-address", f"127.0.0.1:{port}"]
-        pid = self._start(f"supernode{number}", command)
+        env = {"FEDLANE_TEST_POOL": self.pool_name(number)} if self.own_pools else {}
+        pid = self._start(f"supernode{number}", command, env)
         self.supernodes.append(pid)
         if self.isolation == "process":
             self._wait_for_ports([port])
-            self._start_superexec(f"superexec{number}", port, "clientapp")
+            self._start_superexec(f"superexec{number}", port, "clientapp", env)
         return pid
 
-    def _start_superexec(self, name: str, port: int, kind: str) -> None:
+    def pool_name(self, number: int) -> str:
+        return f"{self.mark[:8]}-{number}"
+
+    def pools(self, number: int | None = None) -> list[int]:
+        """The pids of fedlane's pools; with `own_pools`, of the one that SuperNode `number` has."""
+        own = f"FEDLANE_TEST_POOL={self.pool_name(number or 0)}".encode()
+        return [each.pid for each in self.processes() if "fedlane.pool" in each.command
+                and (number is None or own in Path(f"/proc/{each.pid}/environ").read_bytes())]
+
+    def _start_superexec(self, name: str, port: int, kind: str, env: dict[str, str] | None = None) -> None:
         command = ["flower-superexec", "--insecure"]
         command += ["--runtime-api-address", f"127.0.0.1:{port}"] if HTTP else [
             "--appio-api-address", f"127.0.0.1:{port}", "--plugin-type", kind]
-        self._start(name, command)
+        self._start(name, command, env)
 
     def _wait_for_ports(self, ports: Sequence[int]) -> None:
         def listening() -> bool:
@@ -305,7 +323,7 @@ class Deployment:
         self.runs += 1
         file = self.folder / f"result{self.runs}"
         config = (run_config or {}) | ({"result": str(file)} if result else {})
-        words = ["--run-config", " ".join(f"{key}={toml_value(value)}" for key, value in config.items())]
+        words = ["--run-config", " ".join(f"{toml_key(key)}={toml_value(value)}" for key, value in config.items())]
         # A copy: Flower writes its bundle beside the app.
         copy = self.folder / f"app{self.runs}"
         shutil.copytree(app, copy, ignore=shutil.ignore_patterns("__pycache__"))
