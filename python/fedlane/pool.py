@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from base64 import b64decode, b64encode
+from concurrent.futures import Future
 
 from fedlane import _core
 from fedlane.handover import Counter, Message
@@ -42,8 +43,8 @@ class Pool:
     def __init__(self) -> None:
         self.memory = _core.Pool()
         self._lock = threading.Condition()
-        #: Models by key, least recently used first; None while one is being fetched.
-        self._models: dict[bytes, _core.Parcel | None] = {}
+        #: Models by key, least recently used first; some are being fetched.
+        self._models: dict[bytes, Future[_core.Parcel]] = {}
         self._deposits: dict[bytes, _core.Deposit] = {}
         self._watched: dict[int, int] = {}
         self._desks = 0
@@ -51,34 +52,34 @@ class Pool:
     def model(self, key: bytes, address: str, caller: str, deadline_s: float) -> _core.Parcel:
         """The model of ``key``: kept from before, or fetched, once for all who ask."""
         with self._lock:
-            while key in self._models and self._models[key] is None:
-                self._lock.wait()
-            kept = self._models.pop(key, None)
-            self._models[key] = kept
-        if kept is not None:
-            # Tells the server that this client has it, and us that the server can be reached.
-            _core.call(address, caller, key, deadline_s)
-            return kept
-        fetched = None
+            known = self._models.pop(key, None)
+            self._models[key] = model = known or Future()
+            # Models of earlier rounds go first: their memory serves the next one.
+            self._forget(MODELS_KEPT if known else 1)
+        if known is None:
+            self._fetch(model, key, address, caller, deadline_s)
+            return model.result()
+        # A fetch that fails does so for all who wait: one try after the other would take long.
+        parcel = model.result()
+        # Tells the server that this client has it, and us that the server can be reached.
+        _core.call(address, caller, key, deadline_s)
+        return parcel
+
+    def _fetch(
+        self, model: Future[_core.Parcel], key: bytes, address: str, caller: str, deadline_s: float
+    ) -> None:
         try:
-            self._make_room()
-            fetched = _core.fetch(address, caller, key, self.memory, deadline_s)
-        finally:
+            model.set_result(_core.fetch(address, caller, key, self.memory, deadline_s))
+        except Exception as error:  # noqa: BLE001: whoever waits must hear of it
             with self._lock:
                 del self._models[key]
-                if fetched is not None:
-                    self._models[key] = fetched
-                    self._forget(MODELS_KEPT)
-                self._lock.notify_all()
-        return fetched
-
-    def _make_room(self) -> None:
-        """Models of earlier rounds go first: their memory serves the next one."""
+            model.set_exception(error)
         with self._lock:
-            self._forget(1)
+            self._forget(MODELS_KEPT)
+            self._lock.notify_all()
 
     def _forget(self, kept: int) -> None:
-        old = [key for key, model in self._models.items() if model is not None]
+        old = [key for key, model in self._models.items() if model.done()]
         for key in old[: max(0, len(old) - kept)]:
             del self._models[key]
 

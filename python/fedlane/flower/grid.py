@@ -79,7 +79,7 @@ class Pending:
     key: bytes | None
     #: The update stays at the client: a strategy averages it there.
     held: bool = False
-    #: Keys of the models on offer for it.
+    #: Secrets of the models that stand in it.
     models: frozenset[bytes] = frozenset()
 
 
@@ -91,6 +91,8 @@ class Held:
     #: Name of its record in the reply.
     name: str
     layout: list[Entry]
+    #: As long as it lives, no other reply has its `id`.
+    reply: Message
 
 
 class FedlaneGrid(Grid):
@@ -124,6 +126,8 @@ class FedlaneGrid(Grid):
         self._held: dict[int, Held] = {}
         self._weigh: Callable[[Message], float] | None = None
         self._mean: StreamedMean | None = None
+        #: Secrets of the models in the newest messages: the next ones mostly bring them again.
+        self._newest: frozenset[bytes] = frozenset()
         log(INFO, "fedlane: data port %s", ", ".join(self._addresses))
 
     def __getattr__(self, name: str) -> Any:
@@ -157,7 +161,9 @@ class FedlaneGrid(Grid):
         if self._held_messages:
             self._begin_mean(sum(each.held for each in pending))
         self._held_messages.clear()
-        self._withdraw(pending)
+        models = frozenset().union(*(each.models for each in pending))
+        self._newest = models or self._newest
+        self._withdraw_models(pending)
         ids = list(self._grid.push_messages([each.sent for each in pending]))
         for message_id, each in zip(ids, pending, strict=True):
             if message_id is None:
@@ -168,7 +174,9 @@ class FedlaneGrid(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Replies that have come, with their arrays. See `flwr.serverapp.Grid`."""
-        return [self._unpack(reply, pending) for reply, pending in self._pull(message_ids)]
+        replies = [self._unpack(reply, pending) for reply, pending in self._pull(message_ids)]
+        self._withdraw_models()
+        return replies
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -191,7 +199,7 @@ class FedlaneGrid(Grid):
                 if ids:
                     time.sleep(pause_s(time.monotonic() - began))
         self._give_up(asked & ids)
-        self._withdraw([])
+        self._withdraw_models()
         return [reply.result() for reply in replies]
 
     def hold(self, messages: Iterable[Message], weigh: Callable[[Message], float]) -> None:
@@ -199,13 +207,11 @@ class FedlaneGrid(Grid):
 
         ``weigh`` gives the weight of a reply.
         """
+        # What was not averaged in the last round never will be.
+        self._server.release([held.key for held in self._held.values()])
+        self._held.clear()
         self._held_messages += messages
         self._weigh = weigh
-
-    def _withdraw(self, coming: list[Pending]) -> None:
-        """Ends the offers that no message needs any more."""
-        waiting = [*self._pending.values(), *coming]
-        self._server.keep({key for each in waiting for key in each.models})
 
     def _begin_mean(self, expected: int) -> None:
         if self._mean is not None:
@@ -311,12 +317,15 @@ class FedlaneGrid(Grid):
         """Why the message must be sent again Flower's own way, if it must."""
         if pending.key is None:
             return None
+        had_tickets = bool(tickets.array_records(pending.message.content))
         if reply.has_error():
             knows_us = self._server.has_met(str(pending.sent.metadata.dst_node_id))
-            had_tickets = bool(tickets.array_records(pending.message.content))
             if had_tickets and not knows_us and reply.error.code in _APP_FAILED:
                 return f"its ClientApp failed without a word from fedlane_mod ({reply.error.reason})"
             return None
+        if had_tickets and not tickets.has_word(reply.content):
+            # The app ran without the arrays: what it answers is worth nothing.
+            return "its ClientApp answered without a word from fedlane_mod"
         return tickets.read_refusal(reply.content)
 
     def _send_plain(self, message_id: str, pending: Pending, reason: str) -> None:
@@ -354,6 +363,12 @@ class FedlaneGrid(Grid):
         if reply.has_error():
             self._forget(pending)
             return reply
+        reply.content = tickets.replaced(reply.content, {tickets.ORDER: None})
+        if plain := list(tickets.array_records(reply.content)):
+            node = reply.metadata.src_node_id
+            self._warn_or_raise(
+                f"node {node} sent {', '.join(plain)} Flower's own way; its log says why"
+            )
         numbers = {
             name: number
             for name, record in reply.content.items()
@@ -388,7 +403,7 @@ class FedlaneGrid(Grid):
             record[tensor] = arrays.placeholder(tensor, dtype.removesuffix(arrays.FORTRAN), shape, why)
         reply.content = tickets.replaced(reply.content, {name: record})
         self._server.release(other for other in tickets.update_keys(key) if other != update)
-        self._held[id(reply)] = Held(update, name, layout)
+        self._held[id(reply)] = Held(update, name, layout, reply)
         self._answer(reply, update, layout)
         return reply
 
@@ -401,6 +416,11 @@ class FedlaneGrid(Grid):
         except (KeyError, TypeError, ValueError):
             weighed = None  # The strategy will say what is wrong with it.
         self._mean.answer(weighed, layout)
+
+    def _withdraw_models(self, coming: Iterable[Pending] = ()) -> None:
+        """Only models that a client may still come for stay on offer."""
+        awaited = (each.models for each in [*self._pending.values(), *coming])
+        self._server.keep_offers(set(self._newest.union(*awaited)))
 
     def _give_up(self, message_ids: Iterable[str]) -> None:
         """Nobody waits for these replies any more: their updates are not kept."""

@@ -59,7 +59,10 @@ def memory_for(host: Host, content: RecordDict) -> tuple[Arena, Workspace]:
 
 def size_bytes(record: ArrayRecord) -> int:
     """Bytes of a record as it came, and what aligning each array may add."""
-    return arrays.layout(record)[1] + RECORD_ALIGN_BYTES * len(record)
+    try:
+        return arrays.layout(record)[1] + RECORD_ALIGN_BYTES * len(record)
+    except arrays.NotCarried:
+        return 0  # It came Flower's own way, and so will what is made of it.
 
 
 def unpacked(content: RecordDict, host: Host) -> RecordDict:
@@ -77,15 +80,15 @@ def packed(content: RecordDict, order: tickets.Order, host: Host) -> RecordDict:
     records: dict[str, object] = {}
     for name, record in tickets.array_records(content).items():
         number = len(records)
-        if number == tickets.MAX_UPDATES:
-            break
         try:
+            if number == tickets.MAX_UPDATES:
+                raise arrays.NotCarried(f"a reply has {number} ArrayRecords before it")
             leave(record, tickets.update_key(order.key, number), host)
         except (arrays.NotCarried, Unreachable, MemoryError) as error:
             log(WARNING, "fedlane: record '%s' goes Flower's own way: %s", name, error)
         else:
             records[name] = tickets.update_ticket(number)
-    return tickets.replaced(content, records)
+    return tickets.replaced(content, records | {tickets.ORDER: tickets.word()})
 
 
 def leave(record: ArrayRecord, key: bytes, host: Host) -> None:

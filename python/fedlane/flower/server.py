@@ -81,9 +81,6 @@ class Server:
         with self._lock:
             for offer in self._offers:
                 if offer.is_of(record):
-                    # The newest is last.
-                    self._offers.remove(offer)
-                    self._offers.append(offer)
                     return offer
             parcel = parcel_of(record, adopt=True)
             offer = Offer(record, arrays.contents(record), tickets.new_key(), parcel)
@@ -93,14 +90,13 @@ class Server:
             self._offers.append(offer)
             return offer
 
-    def keep(self, keys: set[bytes]) -> None:
-        """Withdraws all offers but these and the newest, which may be wanted again."""
+    def keep_offers(self, keys: set[bytes]) -> None:
+        """Withdraws all other offers."""
         with self._lock:
-            kept = [each for each in self._offers[:-1] if each.key in keys] + self._offers[-1:]
             for offer in self._offers:
-                if offer not in kept:
+                if offer.key not in keys:
                     self.exchange.release(offer.key)
-            self._offers = kept
+            self._offers = [offer for offer in self._offers if offer.key in keys]
 
     def expect(self, key: bytes) -> None:
         """Awaits the updates of one message."""

@@ -1,7 +1,7 @@
 """What stands in Flower's messages instead of arrays: a few hundred bytes that say where they are.
 
 A message to a client carries one *order*, under `ORDER`: where the server listens and the secret
-of the client's update. Each `ArrayRecord` becomes a *ticket* under the same name: the secret of a
+of the client's update. A reply carries the client's word that the order was followed. Each `ArrayRecord` becomes a *ticket* under the same name: the secret of a
 model on offer in a message, the number of an update in a reply.
 """
 
@@ -17,7 +17,7 @@ ORDER = "fedlane"
 #: Version of all this: a peer with another one is served Flower's own way.
 VERSION = 1
 #: ArrayRecords of one reply that are carried; further ones travel Flower's own way.
-MAX_UPDATES = 8
+MAX_UPDATES = 64
 
 _MODEL, _UPDATE = "fedlane.model", "fedlane.update"
 
@@ -97,6 +97,17 @@ def read_update_ticket(record: object) -> int | None:
         if isinstance(number, int) and 0 <= number < MAX_UPDATES:
             return number
     return None
+
+
+def word() -> ConfigRecord:
+    """A client's word that `fedlane_mod` has seen to a reply."""
+    return ConfigRecord({"version": VERSION})
+
+
+def has_word(content: RecordDict) -> bool:
+    """Whether `fedlane_mod` has seen to a reply."""
+    record = content.get(ORDER)
+    return isinstance(record, ConfigRecord) and record.get("version") == VERSION
 
 
 def refusal(reason: str) -> ConfigRecord:

@@ -38,3 +38,4 @@ def assert_through_fedlane(result: dict) -> None:
     for way in ("down", "up"):
         assert sum(each["array_bytes"] for each in result[way]) == 0, f"{way}: Flower carried arrays itself"
         assert max(each["largest_record_bytes"] for each in result[way]) < MESSAGE_RECORD_BYTES
+        assert 0 < max(each["largest_ticket_bytes"] for each in result[way]) < TICKET_BYTES

@@ -168,6 +168,7 @@ class Deployment:
         SuperExecs do.
     env: more environment variables of all processes.
     pythonpath: folders that the apps may import from.
+    own_pools: each SuperNode has a pool of fedlane for itself, as if it ran on another host.
 
     After the block, `leftovers` lists what did not end by itself within 15 s of its SuperNode's end.
     """
@@ -180,8 +181,10 @@ class Deployment:
         isolation: str = "subprocess",
         env: dict[str, str] | None = None,
         pythonpath: Sequence[Path] = (),
+        own_pools: bool = False,
     ) -> None:
         self.clients = clients
+        self.own_pools = own_pools
         self.node_config = [node_config] * clients if isinstance(node_config, dict) else list(node_config)
         self.isolation = isolation
         self.mark = uuid.uuid4().hex
@@ -226,12 +229,12 @@ class Deployment:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, name: str, command: Sequence[str]) -> int:
+    def _start(self, name: str, command: Sequence[str], env: dict[str, str] | None = None) -> int:
         with open(self.folder / "logs" / f"{name}.log", "ab") as log:
             process = subprocess.Popen(
                 [str(BIN / command[0]), *command[1:]],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=self.env, cwd=self.folder, start_new_session=True,
+                env=self.env | (env or {}), cwd=self.folder, start_new_session=True,
             )
         self.started.append(process)
         return process.pid
@@ -280,18 +283,28 @@ class Deployment:
                    "--node-config", " ".join(f"{key}={toml_value(value)}" for key, value in config.items())]
         command += ["--host", "127.0.0.1", "--port", str(port)] if HTTP else [
             "--clientappio-api-address", f"127.0.0.1:{port}"]
-        pid = self._start(f"supernode{number}", command)
+        env = {"FEDLANE_TEST_POOL": self.pool_name(number)} if self.own_pools else {}
+        pid = self._start(f"supernode{number}", command, env)
         self.supernodes.append(pid)
         if self.isolation == "process":
             self._wait_for_ports([port])
-            self._start_superexec(f"superexec{number}", port, "clientapp")
+            self._start_superexec(f"superexec{number}", port, "clientapp", env)
         return pid
 
-    def _start_superexec(self, name: str, port: int, kind: str) -> None:
+    def pool_name(self, number: int) -> str:
+        return f"{self.mark[:8]}-{number}"
+
+    def pools(self, number: int | None = None) -> list[int]:
+        """The pids of fedlane's pools; with `own_pools`, of the one that SuperNode `number` has."""
+        own = f"FEDLANE_TEST_POOL={self.pool_name(number or 0)}".encode()
+        return [each.pid for each in self.processes() if "fedlane.pool" in each.command
+                and (number is None or own in Path(f"/proc/{each.pid}/environ").read_bytes())]
+
+    def _start_superexec(self, name: str, port: int, kind: str, env: dict[str, str] | None = None) -> None:
         command = ["flower-superexec", "--insecure"]
         command += ["--runtime-api-address", f"127.0.0.1:{port}"] if HTTP else [
             "--appio-api-address", f"127.0.0.1:{port}", "--plugin-type", kind]
-        self._start(name, command)
+        self._start(name, command, env)
 
     def _wait_for_ports(self, ports: Sequence[int]) -> None:
         def listening() -> bool:

@@ -8,7 +8,7 @@ from harness import APPS, Deployment, DeploymentError, marked_processes
 def test_every_process_ends(isolation):
     with Deployment(clients=1, isolation=isolation) as flower:
         run = flower.run(APPS / "faults", {"clients": 1, "rounds": 1}, timeout_s=60)
-        assert run.json()["rounds"] == [{"good": [0], "errors": []}]
+        assert [each["good"] for each in run.json()["rounds"]] == [[0]]
         roles = [each.role for each in flower.processes()]
         assert roles.count("superlink") == 1
         assert roles.count("supernode") == 1

@@ -20,10 +20,15 @@ def record_bytes(record: ArrayRecord | ConfigRecord | MetricRecord) -> int:
 def carried(message: Message) -> dict:
     """What Flower has to carry for a message: bytes of arrays, and of its largest record."""
     records = [] if message.has_error() else list(message.content.values())
+    # What stands for an array is written down as Flower writes it, with its name.
+    tickets = [] if message.has_error() else [
+        len(name) + record_bytes(each) for name, each in message.content.items()
+        if name == "fedlane" or (isinstance(each, ConfigRecord) and any("fedlane." in key for key in each))]
     return {
         "type": message.metadata.message_type,
         "array_bytes": sum(map(record_bytes, (each for each in records if isinstance(each, ArrayRecord)))),
         "largest_record_bytes": max(map(record_bytes, records), default=0),
+        "largest_ticket_bytes": max(tickets, default=0),
         "records": len(records),
     }
 
@@ -71,6 +76,31 @@ class Server:
         part = file.with_suffix(".part")
         part.write_text(json.dumps(result | {"down": self.down, "up": self.up, "pid": os.getpid()}, default=repr))
         part.rename(file)
+
+
+def usage() -> dict[str, dict[str, int]]:
+    """What this ServerApp and the pool of its deployment hold: bytes of memory, and open files."""
+    pids = {"server": os.getpid()} | {"pool": pid for pid in pools()}
+    return {role: {"bytes": resident_bytes(pid), "files": len(os.listdir(f"/proc/{pid}/fd"))}
+            for role, pid in pids.items()}
+
+
+def pools() -> list[int]:
+    mark = f"FEDLANE_TEST_DEPLOYMENT={os.environ['FEDLANE_TEST_DEPLOYMENT']}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"fedlane.pool" in (folder / "cmdline").read_bytes() and mark in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            pass
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Private memory, and memory files that are mapped."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(lines[key].split()[0]) for key in ("RssAnon", "RssShmem")) << 10
 
 
 def ask_partitions(grid: Grid, count: int) -> dict[int, int]:

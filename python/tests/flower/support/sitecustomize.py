@@ -1,5 +1,7 @@
 """Keeps what ServerApps and ClientApps print: Flower starts them with stdout and stderr closed off.
 
+Also gives SuperNodes pools of their own, where a test wants it.
+
 Python imports this module in every process of a Deployment, because the folder is on PYTHONPATH.
 """
 
@@ -18,4 +20,13 @@ def keep_output() -> None:
     os.close(log)
 
 
+def own_pool() -> None:
+    """Lets a SuperNode have a pool of its own, as if it ran on another host."""
+    if pool := os.environ.get("FEDLANE_TEST_POOL"):
+        from fedlane import _core
+
+        _core.__version__ += f"-{pool}"
+
+
 keep_output()
+own_pool()
