@@ -118,11 +118,10 @@ class Pool:
     def save_memory(self) -> None:
         """Gives back what is kept for later, when the host has little left."""
         with self._lock:
-            kept = [model for model in self._models.values() if model is not None]
-            kept_bytes = sum(model.nbytes for model in kept) + self.memory.free_bytes
+            models = (model for model in self._models.values() if model.done())
+            kept_bytes = sum(model.result().nbytes for model in models) + self.memory.free_bytes
             if kept_bytes and available_bytes() < min(kept_bytes, SPARE_BYTES) + RESERVE_BYTES:
                 self._forget(0)
-                del kept
                 self.memory.trim()
 
     def leave(self) -> None:
