@@ -7,15 +7,26 @@ from typing import Any, Literal, Self, TypeAlias, final
 __all__ = [
     "Aggregator",
     "Client",
+    "Deposit",
     "DlpackTensor",
+    "Exchange",
     "FedlaneError",
+    "Mean",
+    "Memory",
     "ModelError",
     "OutOfMemory",
+    "Parcel",
     "PeerError",
+    "Pool",
     "Region",
     "__version__",
+    "average",
+    "call",
+    "fetch",
+    "header",
     "load",
     "save",
+    "tensors",
 ]
 
 __version__: str
@@ -133,3 +144,139 @@ class Client(Iterator[int]):
 
 def save(region: Region, path: _Path) -> None: ...
 def load(path: _Path) -> Region: ...
+
+# For fedlane.flower and fedlane.pool.
+
+def header(tensors: Sequence[tuple[str, str, Sequence[int]]], remark: str) -> bytes:
+    """The safetensors header of tensors (name, dtype, shape) that follow each other without holes.
+
+    The remark stands in its metadata. Raises ModelError for a dtype or name that has no header.
+    """
+
+def tensors(header: bytes) -> tuple[list[tuple[str, str, list[int]]], str]:
+    """The tensors of a header (name, dtype, shape) in the order of their bytes, and the remark."""
+
+@final
+class Pool:
+    """Warm memory: what was used and given back serves again."""
+
+    def __new__(cls) -> Self: ...
+    def take(self, nbytes: int) -> Memory:
+        """Memory of ``nbytes`` bytes, which goes back to the pool when nothing refers to it."""
+
+    def trim(self) -> None:
+        """Gives free memory back to the host."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of memory that is free here, and not the host's."""
+
+@final
+class Memory:
+    """Memory of a pool."""
+
+    def fileno(self) -> int:
+        """The memory file; byte 0 is at position 0."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+
+@final
+class Parcel:
+    """A model or update in a memory file, with the checksums of its chunks."""
+
+    @staticmethod
+    def adopt(header: bytes, fd: int, position: int) -> Parcel:
+        """The bytes of memory file ``fd`` from ``position`` on, which ``header`` describes."""
+
+    @staticmethod
+    def within(header: bytes, memory: Memory, position: int) -> Parcel:
+        """The bytes of ``memory`` from ``position`` on, which stays taken from its pool as long."""
+
+    @property
+    def header(self) -> bytes:
+        """What the bytes mean."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the model."""
+
+    @property
+    def position(self) -> int:
+        """Where the first byte stands in the memory file."""
+
+    def fileno(self) -> int:
+        """The memory file."""
+
+@final
+class Mean:
+    """The sums of a mean that more updates may come to."""
+
+    def __new__(cls) -> Self: ...
+
+@final
+class Exchange:
+    """A listening port where models are offered and updates are awaited. Keys are 32 secret bytes."""
+
+    def __new__(
+        cls, host: str, port: int, *, deadline_s: float = 30.0, streams: int | None = None
+    ) -> Self: ...
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+
+    @property
+    def pool(self) -> Pool:
+        """The pool that collected updates and means stand in."""
+
+    def offer(self, key: bytes, model: Parcel) -> None:
+        """Offers a model to everyone who knows ``key``, until it is released."""
+
+    def expect(self, key: bytes) -> None:
+        """Awaits the update whose client knows ``key``."""
+
+    def release(self, key: bytes) -> None:
+        """Ends an offer, or lets go of an update."""
+
+    def has_met(self, name: str) -> bool:
+        """Whether a client of this name has ever come."""
+
+    def header(self, key: bytes, patience_s: float) -> bytes:
+        """The header of the update that waits under ``key``; waits for its client."""
+
+    def collect(self, key: bytes, patience_s: float) -> Parcel:
+        """Receives one update whole, and releases it."""
+
+    def average(self, updates: Sequence[tuple[bytes, float]], patience_s: float) -> Parcel:
+        """The mean of updates (key, weight), in this order. A PeerError's ``key`` says whose fault it is."""
+
+    def add(self, mean: Mean, updates: Sequence[tuple[bytes, float]], patience_s: float) -> None:
+        """Adds updates (key, weight), in this order, to the sums of a mean. An error loses the sums."""
+
+    def finish(self, mean: Mean) -> Parcel:
+        """The mean of all updates that were added."""
+
+@final
+class Deposit:
+    """An update that waits until the exchange releases it."""
+
+    def __new__(
+        cls, address: str, name: str, key: bytes, update: Parcel, deadline_s: float
+    ) -> Self: ...
+    @property
+    def is_over(self) -> bool:
+        """Whether the update is released, or given up."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why it was given up, if it was."""
+
+def fetch(address: str, name: str, key: bytes, pool: Pool, deadline_s: float) -> Parcel:
+    """Takes the model that is offered under ``key`` at ``address``."""
+
+def call(address: str, name: str, key: bytes, deadline_s: float) -> None:
+    """Asks whether the exchange at ``address`` can be reached and knows ``key``."""
+
+def average(updates: Sequence[tuple[Parcel, float]], pool: Pool) -> Parcel:
+    """The mean of updates that are on this host, in this order, in memory of ``pool``."""

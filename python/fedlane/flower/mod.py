@@ -2,7 +2,7 @@
 
 from logging import WARNING
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.common import log
 
 from . import arrays, tickets

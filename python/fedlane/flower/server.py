@@ -16,9 +16,8 @@ from fedlane import _core
 from fedlane.handover import Counter, Message
 
 from . import arrays, tickets
-from .memory import Arena, Memory
 from .headers import header_of, layout_of
-
+from .memory import Arena, Memory
 
 #: Longest time that a client whose connection broke may take to come back, in seconds.
 COME_BACK_S = 10.0

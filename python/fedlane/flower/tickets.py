@@ -1,8 +1,9 @@
 """What stands in Flower's messages instead of arrays: a few hundred bytes that say where they are.
 
 A message to a client carries one *order*, under `ORDER`: where the server listens and the secret
-of the client's update. A reply carries the client's word that the order was followed. Each `ArrayRecord` becomes a *ticket* under the same name: the secret of a
-model on offer in a message, the number of an update in a reply.
+of the client's update. A reply carries the client's word that the order was followed. Each
+`ArrayRecord` becomes a *ticket* under the same name: the secret of a model on offer in a message,
+the number of an update in a reply.
 """
 
 import hashlib
