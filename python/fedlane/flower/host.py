@@ -140,7 +140,9 @@ def _start_pool() -> subprocess.Popen:
 
 def supernode_pid() -> int:
     """The process that outlives this one and starts the next: the SuperNode, or its SuperExec."""
-    best, pid = os.getppid(), os.getpid()
+    pid = os.getpid()
+    # In a container of its own a ClientApp has no parent.
+    best = os.getppid() or pid
     while pid > 1:
         try:
             with open(f"/proc/{pid}/stat") as file:

@@ -26,7 +26,11 @@ def simulation():
 
 
 def simulated(simulation, app: str, **config: object) -> dict:
-    return finished(simulation.run(APPS / app, config, timeout_s=120))
+    run = simulation.run(APPS / app, config, timeout_s=120)
+    if not run.result.exists() and "ray.init(" in run.logs("simulation"):
+        # On a busy host Ray gives up its own start after 15 s, whatever the app.
+        run = simulation.run(APPS / app, config, timeout_s=120)
+    return finished(run)
 
 
 def assert_exact_mean(result: dict, rounds: int) -> None:
@@ -52,14 +56,20 @@ def test_plain_flower_carries_the_arrays(simulation):
     assert_exact_mean(result, 3)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.long), True])
+def test_what_actors_keep_stays_as_it_was(simulation, streaming):
+    """In their process, and in their context, which Ray carries to another one."""
+    result = simulated(simulation, "actors", streaming=streaming, state=True, **NOTHING_SENT)
+    assert_exact_mean(result, 3)
+    assert result["metrics"][-1]["checked"] > 0
+
+
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_nothing_is_sent_and_nothing_grows(simulation, streaming):
-    """What actors keep of a message, in their process or in their context, stays as it was."""
-    config = NOTHING_SENT | {"streaming": streaming, "rounds": 20, "elements": ELEMENTS, "state": True}
+    config = NOTHING_SENT | {"streaming": streaming, "rounds": 20, "elements": ELEMENTS}
     result = simulated(simulation, "actors", **config)
     assert_through_fedlane(result)
     assert_exact_mean(result, 20)
-    assert result["metrics"][-1]["checked"] > 0
     early, late = result["rounds"][5:10], result["rounds"][-5:]
     # Ten rounds lie between: a file or an update of each client's would be 40 of them.
     for what, slack in (("files", 10), ("bytes", 10 * MODEL_BYTES)):
