@@ -104,8 +104,8 @@ class Sampler(threading.Thread):
 
 def measured_run(flower: Deployment, sampler: Sampler, options: argparse.Namespace, mode: str, size: int) -> list[dict]:
     """The rounds of one run, without the first."""
-    config = {"mode": mode, "clients": options.clients, "rounds": options.rounds + 1, "bytes": size,
-              "dtype": options.dtype}
+    dtype = "float16" if (mode, options.dtype) == ("plain", "bfloat16") else options.dtype
+    config = {"mode": mode, "clients": options.clients, "rounds": options.rounds + 1, "bytes": size, "dtype": dtype}
     begin = time.time()
     run = flower.start(HERE / "flower_app", config)
     # Looks at the guard too: a run that was ended by it never ends by itself.
@@ -181,7 +181,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="counted rounds of each run (2)")
     parser.add_argument("--reps", type=int, default=3, help="deployments of each mode (3)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--dtype", choices=("float32", "float16", "float64"), default="float32")
+    parser.add_argument("--dtype", choices=("float32", "float16", "float64", "bfloat16"), default="float32",
+                        help="plain Flower has no bfloat16 and gets as many bytes of float16 (float32)")
     parser.add_argument("--guard-mb", type=float, default=1500, help="end a run that leaves less memory (1500)")
     parser.add_argument("--timeout-s", type=float, default=1800, help="of one run (1800)")
     parser.add_argument("--json", action="store_true", help="one object for each mode, one a line")

@@ -22,7 +22,7 @@ use crate::paths::{ReceiveKind, SendKind};
 use crate::reducer::{AccumulatorLayout, Weights};
 use crate::region::{Region, RegionPool};
 use crate::signal::Signal;
-use crate::sink::mean::TileMemory;
+use crate::sink::mean::{TileMemory, Wave};
 use crate::sums::SumTable;
 use crate::sys::process;
 use crate::wire::hello::{Place, Secret, SessionId, Ticket};
@@ -36,6 +36,8 @@ pub(crate) use gather::refuse;
 pub enum Averaging {
     /// Averaged while they arrive.
     Streaming,
+    /// Added to the sums of clients who came in earlier sessions.
+    Wave,
     /// Received whole, every client's into a region of its own, and averaged after. The baseline
     /// that streaming is measured against.
     Staged,
@@ -329,6 +331,8 @@ pub struct Session {
     /// Absent when updates are dropped.
     layout: Option<AccumulatorLayout>,
     weights: Weights,
+    /// Of [`Averaging::Wave`]: the sums so far.
+    wave: Option<(Wave, Region)>,
     peers: Vec<Peer>,
     pool: Arc<RegionPool>,
     ready: bool,
@@ -416,10 +420,11 @@ impl Sizes {
         };
         // Chunk after chunk from every client, sums never leave their tile.
         let in_turn = config.averaging == Averaging::Streaming && config.order == Order::Client;
-        let holds_sums = |layout: &&AccumulatorLayout| layout.is_in_place() || !in_turn;
+        let wave = config.averaging == Averaging::Wave;
+        let holds_sums = |layout: &&AccumulatorLayout| !wave && (layout.is_in_place() || !in_turn);
         Sizes {
             accumulator: layout.filter(holds_sums).map(AccumulatorLayout::bytes),
-            model: layout.filter(|layout| !layout.is_in_place()).map(|_| model_bytes),
+            model: layout.filter(|layout| !wave && !layout.is_in_place()).map(|_| model_bytes),
             staged: vec![model_bytes; copies],
         }
     }

@@ -18,13 +18,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::aggregator::door::Door;
-use crate::aggregator::{Aggregator, AggregatorConfig, Averaging, Joined, default_streams};
+use crate::aggregator::{Aggregator, AggregatorConfig, Averaging, Session, default_streams};
 use crate::control::{self, Congestion};
 use crate::error::{AggregatorError, ExchangeError};
 use crate::lane::receive::Order;
 use crate::limits;
 use crate::manifest::Manifest;
+use crate::reducer::RunningWeights;
 use crate::region::{Region, RegionPool};
+use crate::sink::mean::Wave;
 use crate::source::region::RegionSource;
 use crate::sys::process;
 use crate::wire::hello::Secret;
@@ -156,6 +158,22 @@ pub struct Wanted {
     pub weight: f64,
 }
 
+/// The sums of updates that came so far, of a mean that more may come to.
+pub struct MeanSums {
+    manifest: Manifest,
+    region: Region,
+    weights: RunningWeights,
+}
+
+impl MeanSums {
+    fn begin(session: &Session, pool: &RegionPool) -> Result<MeanSums, AggregatorError> {
+        let layout = session.layout().ok_or_else(|| io::Error::other("no sums"))?;
+        let region = pool.take(layout.bytes())?;
+        let manifest = session.manifest().clone();
+        Ok(MeanSums { manifest, region, weights: RunningWeights::default() })
+    }
+}
+
 impl Exchange {
     /// Listens on `address`.
     ///
@@ -229,21 +247,17 @@ impl Exchange {
     /// # Errors
     /// A client that does not come, dies, stalls or lies. Its update can be asked for again.
     pub fn collect(&self, secret: Secret, patience: Duration) -> Result<Parcel, ExchangeError> {
-        let (mut clients, manifest) = self.places.take(&[secret], patience)?;
-        let label = clients[0].label();
-        clients[0].examples = 1.0;
-        let received = self.aggregator(clients, Averaging::Keep).and_then(|aggregator| {
-            let mut session = aggregator.gather(Some(manifest.clone()))?;
-            let updates = session.collect()?;
-            Ok((session.upload_sums(0), updates, session))
-        });
-        let (sums, mut updates, session) =
-            received.map_err(|error| blame(error, &[(label, secret)]))?;
+        let wanted = Wanted { secret, weight: 1.0 };
+        let (manifest, (sums, region, session)) =
+            self.transfer(&[wanted], Averaging::Keep, patience, |mut session| {
+                let region = session.collect()?.pop();
+                let region = region.ok_or_else(|| io::Error::other("no update"))?;
+                Ok((session.upload_sums(0), region, session))
+            })?;
         // What has been received stays so, whether or not the client hears it. If not, it comes
         // again, and then hears it from a place that is closed.
         self.places.release(secret);
         let _ = session.finish();
-        let region = updates.pop().ok_or_else(|| io::Error::other("no update"))?;
         Ok(Parcel::sealed(manifest, Arc::new(region), sums, &self.pool))
     }
 
@@ -254,6 +268,60 @@ impl Exchange {
     /// A client that does not come, dies, stalls or lies is named by its secret. Nothing of the
     /// mean is kept then; without that client it can be asked for again.
     pub fn average(&self, wanted: &[Wanted], patience: Duration) -> Result<Parcel, ExchangeError> {
+        let (manifest, model) =
+            self.transfer(wanted, Averaging::Streaming, patience, |mut session| {
+                session.round()?;
+                Ok(session.into_model())
+            })?;
+        let (region, sums) = model.ok_or_else(|| io::Error::other("no model"))?;
+        Ok(Parcel::sealed(manifest, region, sums, &self.pool))
+    }
+
+    /// Adds updates to the sums of a mean while they come, in the order given: the same bits as of
+    /// one [`Exchange::average`] of all. Otherwise the same.
+    ///
+    /// # Errors
+    /// As [`Exchange::average`]; the sums are lost then.
+    pub fn add(
+        &self,
+        sums: Option<MeanSums>,
+        wanted: &[Wanted],
+        patience: Duration,
+    ) -> Result<MeanSums, ExchangeError> {
+        let weights: Vec<f64> = wanted.iter().map(|wanted| wanted.weight).collect();
+        let pool = &self.pool;
+        let fold = |mut session: Session| {
+            let mut sums = match sums {
+                Some(sums) => sums,
+                None => MeanSums::begin(&session, pool)?,
+            };
+            if let Some(difference) = sums.manifest.first_difference(session.manifest()) {
+                return Err(AggregatorError::Sums { difference });
+            }
+            let (weights, carry) = sums.weights.extend(&weights)?;
+            sums.region = session.fold(weights, Wave { carry }, sums.region)?;
+            Ok(sums)
+        };
+        Ok(self.transfer(wanted, Averaging::Wave, patience, fold)?.1)
+    }
+
+    /// The mean of sums.
+    ///
+    /// # Errors
+    /// Memory; weights that sum to zero.
+    pub fn finish(&self, sums: MeanSums) -> Result<Parcel, ExchangeError> {
+        let weights = sums.weights.weights()?;
+        local::finish(sums.manifest, sums.region, &weights, &self.pool)
+    }
+
+    /// Runs a session with the clients of `wanted`, in this order.
+    fn transfer<T>(
+        &self,
+        wanted: &[Wanted],
+        averaging: Averaging,
+        patience: Duration,
+        run: impl FnOnce(Session) -> Result<T, AggregatorError>,
+    ) -> Result<(Manifest, T), ExchangeError> {
         let secrets: Vec<Secret> = wanted.iter().map(|wanted| wanted.secret).collect();
         let (mut clients, manifest) = self.places.take(&secrets, patience)?;
         for (rank, (client, wanted)) in clients.iter_mut().zip(wanted).enumerate() {
@@ -261,15 +329,11 @@ impl Exchange {
         }
         let who: Vec<(String, Secret)> =
             clients.iter().map(|client| client.label()).zip(secrets).collect();
-        let averaged = self.aggregator(clients, Averaging::Streaming).and_then(|aggregator| {
-            let mut session = aggregator.gather(Some(manifest.clone()))?;
-            session.round()?;
-            Ok(session.into_model())
-        });
-        let (region, sums) = averaged
-            .map_err(|error| blame(error, &who))?
-            .ok_or_else(|| io::Error::other("no model"))?;
-        Ok(Parcel::sealed(manifest, region, sums, &self.pool))
+        let config = session_config(&self.config, averaging);
+        let (door, pool) = (self.door.clone(), self.pool.clone());
+        let result = Aggregator::of(door, self.address, pool, config, clients)
+            .and_then(|aggregator| run(aggregator.gather(Some(manifest.clone()))?));
+        Ok((manifest, result.map_err(|error| blame(error, &who))?))
     }
 
     /// Ends everything: nobody is let in any more, those who wait hear that their updates are not
@@ -279,15 +343,6 @@ impl Exchange {
         // First: nobody may come back and find the place closed.
         self.door.close();
         self.places.close();
-    }
-
-    fn aggregator(
-        &self,
-        clients: Vec<Joined>,
-        averaging: Averaging,
-    ) -> Result<Aggregator, AggregatorError> {
-        let config = session_config(&self.config, averaging);
-        Aggregator::of(self.door.clone(), self.address, self.pool.clone(), config, clients)
     }
 }
 

@@ -134,6 +134,43 @@ impl Weights {
     }
 }
 
+/// Weights of clients that come in waves, when nobody knows yet how many there will be.
+#[derive(Clone, Debug, Default)]
+pub struct RunningWeights {
+    all: Vec<f64>,
+}
+
+impl RunningWeights {
+    /// The weights of the clients so far.
+    ///
+    /// # Errors
+    /// As [`Weights::new`].
+    pub fn weights(&self) -> Result<Weights, ReducerError> {
+        Weights::new(&self.all)
+    }
+
+    /// The scaled weights of the next wave, and what the sums so far are to be multiplied with: a
+    /// power of two, or the weight of the only client whose tensor they are. So the sums have the
+    /// same bits as if all had come at once, in the same order, and no sum had been subnormal.
+    ///
+    /// # Errors
+    /// As [`Weights::new`] for all clients so far; they are then as they were.
+    pub fn extend(&mut self, wave: &[f64]) -> Result<(Weights, Option<Weight>), ReducerError> {
+        let all = [self.all.as_slice(), wave].concat();
+        let scaled = Weights::new(&all)?;
+        let carry = match self.all.iter().position(|&weight| weight > 0.0) {
+            None => None,
+            Some(client) => {
+                let (old, new) = (self.weights()?.clients[client], scaled.clients[client]);
+                Some(Weight { f32: new.f32 / old.f32, f64: new.f64 / old.f64 })
+            }
+        };
+        let clients = scaled.clients[self.all.len()..].to_vec();
+        self.all = all;
+        Ok((Weights { clients, denominator: scaled.denominator }, carry))
+    }
+}
+
 fn checked_sum(weights: &[f64]) -> Result<f64, ReducerError> {
     let mut sum = 0.0;
     for (client, &weight) in weights.iter().enumerate() {
@@ -245,6 +282,20 @@ pub fn accumulate_held(
 /// As [`accumulate_held`].
 pub fn settle(dtype: Dtype, held: Weight, acc: &mut [u8]) -> Result<(), ReducerError> {
     accumulate_held_at(Level::best(), dtype, held, None, acc)
+}
+
+/// Multiplies the sums of elements of `dtype` by `factor`.
+///
+/// # Errors
+/// As [`accumulate`].
+pub fn rescale(dtype: Dtype, factor: Weight, acc: &mut [u8]) -> Result<(), ReducerError> {
+    match AccumulatorType::of(dtype) {
+        Some(AccumulatorType::F32) if factor.f32 == 1.0 => Ok(()),
+        Some(AccumulatorType::F64) if factor.f64 == 1.0 => Ok(()),
+        Some(AccumulatorType::F32) => settle(Dtype::F32, factor, acc),
+        Some(AccumulatorType::F64) => settle(Dtype::F64, factor, acc),
+        None => Err(ReducerError::NotAveraged { tensor: "of this chunk".to_owned(), dtype }),
+    }
 }
 
 /// [`accumulate_held`], or without a second chunk [`settle`], at a chosen level.

@@ -94,6 +94,14 @@ impl Region {
         self.mapping.file()
     }
 
+    /// Says that this process will not touch the bytes for some time, while another one may: they
+    /// stay where they are, and count no more as memory of this process.
+    pub fn rest(&self) {
+        if let Err(error) = self.mapping.rest() {
+            tracing::debug!("a region stays mapped: {error}");
+        }
+    }
+
     /// Where the region begins in its file.
     pub fn position(&self) -> u64 {
         self.position
@@ -133,7 +141,13 @@ impl RegionPool {
         free.iter_mut().for_each(|free| free.passed_over += 1);
         free.retain(|free| free.passed_over <= limits::PASSED_OVER);
         drop(free);
-        Region::new(bytes)
+        match Region::new(bytes) {
+            Err(RegionError::NoMemory { .. }) => {
+                self.trim();
+                Region::new(bytes)
+            }
+            made => made,
+        }
     }
 
     /// Sees to it that there are regions of these sizes, so that nobody who takes them waits for
@@ -145,6 +159,19 @@ impl RegionPool {
         let regions = sizes.map(|bytes| self.take(bytes)).collect::<Result<Vec<_>, _>>()?;
         regions.into_iter().for_each(|region| self.give_back(region));
         Ok(())
+    }
+
+    /// Gives all free regions back to the host.
+    pub fn trim(&self) {
+        let free = std::mem::take(&mut *self.free.lock().unwrap_or_else(PoisonError::into_inner));
+        // Without the lock: giving back takes time.
+        drop(free);
+    }
+
+    /// Bytes of all free regions.
+    pub fn free_bytes(&self) -> u64 {
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        free.iter().map(|free| free.region.bytes as u64).sum()
     }
 
     /// Keeps `region` for the next [`RegionPool::take`].

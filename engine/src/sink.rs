@@ -33,6 +33,11 @@ pub trait Sink: Send {
     /// leave another one, at least as large.
     fn accept(&mut self, peer: usize, chunk: &Chunk, buffer: &mut Region) -> Result<(), SinkError>;
 
+    /// All chunks of the lane have come.
+    fn end(&mut self) -> Result<(), SinkError> {
+        Ok(())
+    }
+
     /// Whether chunks must pass their checksum first. Only a sink that drops them says no.
     fn checks(&self) -> bool {
         true

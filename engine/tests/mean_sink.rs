@@ -76,6 +76,7 @@ fn averaged(
         model: (!in_place).then_some(model.as_mut_slice()),
         sums: &mut sums,
         tiles: &tiles,
+        wave: None,
     };
     let range = 0..chunks.len();
     let mut sink = MeanSink::new(weights, &layout, &chunks, &range, slices).unwrap();

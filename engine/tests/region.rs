@@ -67,14 +67,17 @@ fn a_pool_keeps_what_is_in_use() {
 fn warming_a_warm_pool_makes_nothing_new() {
     let pool = RegionPool::default();
     pool.give_back(marked(PAGE));
+    // One more would be found when the old one has gone behind it.
     for _ in 0..3 {
         pool.warm([PAGE].into_iter()).unwrap();
+        let region = pool.take(PAGE).unwrap();
+        assert!(is_marked(&region));
+        pool.give_back(region);
     }
-    assert!(is_marked(&pool.take(PAGE).unwrap()));
-    // Nothing else was there, or it would be given instead of a new one.
+    // Two are asked for at once: one is made.
     pool.warm([PAGE, PAGE].into_iter()).unwrap();
-    let (first, second) = (pool.take(PAGE).unwrap(), pool.take(PAGE).unwrap());
-    assert_ne!(first.bytes().as_ptr(), second.bytes().as_ptr());
+    let both = [pool.take(PAGE).unwrap(), pool.take(PAGE).unwrap()];
+    assert_eq!(both.iter().filter(|region| is_marked(region)).count(), 1);
 }
 
 fn file_of(region: &Region) -> OwnedFd {

@@ -21,6 +21,8 @@ from fedlane.handover import Counter, Message
 MODELS_KEPT = 2
 #: Free memory below which no model is kept for later, and no further client begins: bytes.
 RESERVE_BYTES = 1 << 30
+#: Free memory, beyond the reserve, above which nothing that is kept is in anybody's way: bytes.
+SPARE_BYTES = 16 << 30
 
 
 def name() -> str:
@@ -102,10 +104,25 @@ class Pool:
     def admit(self, nbytes: int) -> None:
         """Lets a client begin; waits while memory is short and others can give some back."""
         with self._lock:
-            while self._desks and available_bytes() < nbytes + RESERVE_BYTES:
-                self._forget(0)
+            while self._desks and self._available_bytes() < nbytes + RESERVE_BYTES:
                 self._lock.wait(timeout=0.2)
             self._desks += 1
+
+    def has_spare(self, nbytes: int) -> bool:
+        """Whether a client can have so much memory that it does not need."""
+        return self._available_bytes() > 2 * nbytes + RESERVE_BYTES
+
+    def _available_bytes(self) -> int:
+        return available_bytes() + self.memory.free_bytes
+
+    def save_memory(self) -> None:
+        """Gives back what is kept for later, when the host has little left."""
+        with self._lock:
+            models = (model for model in self._models.values() if model.done())
+            kept_bytes = sum(model.result().nbytes for model in models) + self.memory.free_bytes
+            if kept_bytes and available_bytes() < min(kept_bytes, SPARE_BYTES) + RESERVE_BYTES:
+                self._forget(0)
+                self.memory.trim()
 
     def leave(self) -> None:
         """A client that was admitted is gone."""
@@ -163,6 +180,8 @@ class Desk:
         return answer, model.fileno()
 
     def _memory(self, request: dict, _fd: int | None) -> Message:
+        if request.get("spare") and not self._pool.has_spare(request["nbytes"]):
+            raise ValueError("the host has no memory to spare")
         self._lease = self._pool.memory.take(request["nbytes"])
         return {}, self._lease.fileno()
 
@@ -209,6 +228,7 @@ def main() -> None:
     except OSError:
         return  # Another pool was faster, and serves everyone.
     while not pool.outlived() or pool.waiting():
+        pool.save_memory()
         time.sleep(0.25)
     counter.close()
 

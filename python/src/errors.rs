@@ -105,6 +105,7 @@ impl IntoPyErr for AggregatorError {
             AggregatorError::Client { .. } => PeerError::new_err(text),
             AggregatorError::Region(_) => OutOfMemory::new_err(text),
             AggregatorError::Initial { .. }
+            | AggregatorError::Sums { .. }
             | AggregatorError::Reducer(_)
             | AggregatorError::Manifest(_) => ModelError::new_err(text),
             AggregatorError::Source(error) => error.into_py_err(),
@@ -145,9 +146,10 @@ impl IntoPyErr for ExchangeError {
             | ExchangeError::Differs { .. } => ModelError::new_err(text),
             ExchangeError::Region(_) => OutOfMemory::new_err(text),
             ExchangeError::Aggregator(error) => error.into_py_err(),
-            ExchangeError::Host(_) | ExchangeError::Closed | ExchangeError::Nobody => {
-                FedlaneError::new_err(text)
-            }
+            ExchangeError::Host(_)
+            | ExchangeError::Closed
+            | ExchangeError::Twice { .. }
+            | ExchangeError::Nobody => FedlaneError::new_err(text),
             _ => PeerError::new_err(text),
         };
         if let Some(secret) = culprit {

@@ -1,10 +1,10 @@
 //! The exchange, for `fedlane.flower`: models on offer, updates that wait, and their memory.
 
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use fedlane::exchange::{self, ExchangeConfig, LineConfig, Wanted};
+use fedlane::exchange::{self, ExchangeConfig, LineConfig, MeanSums, Wanted};
 use fedlane::manifest::{Dtype, Manifest};
 use fedlane::region::{Region, RegionPool};
 use fedlane::wire::hello::Secret;
@@ -23,6 +23,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Parcel>()?;
     module.add_class::<Exchange>()?;
     module.add_class::<Deposit>()?;
+    module.add_class::<Mean>()?;
     module.add_function(wrap_pyfunction!(fetch, module)?)?;
     module.add_function(wrap_pyfunction!(call, module)?)?;
     module.add_function(wrap_pyfunction!(average, module)?)?;
@@ -86,7 +87,20 @@ impl Pool {
     /// Memory of `nbytes` bytes, which goes back to the pool when nothing refers to it.
     fn take(&self, py: Python<'_>, nbytes: u64) -> PyResult<Memory> {
         let region = py.detach(|| self.0.take(nbytes)).or_raise()?;
+        // Python maps the file itself.
+        region.rest();
         Ok(Memory(Arc::new(Warm { region: Some(region), pool: self.0.clone() })))
+    }
+
+    /// Gives free memory back to the host.
+    fn trim(&self, py: Python<'_>) {
+        py.detach(|| self.0.trim());
+    }
+
+    /// Bytes of memory that is free here, and not the host's.
+    #[getter]
+    fn free_bytes(&self) -> u64 {
+        self.0.free_bytes()
     }
 }
 
@@ -236,6 +250,29 @@ impl Exchange {
         Ok(Parcel(Arc::new(parcel.or_raise()?)))
     }
 
+    /// Adds updates (key, weight), in this order, to the sums of a mean. An error loses the sums.
+    fn add(
+        &self,
+        py: Python<'_>,
+        mean: &Mean,
+        updates: Vec<([u8; 32], f64)>,
+        patience_s: f64,
+    ) -> PyResult<()> {
+        let (exchange, patience) = (self.0.clone(), seconds(patience_s)?);
+        let (wanted, sums) = (wanted(updates), mean.take());
+        let added = blocking::run(py, move || exchange.add(sums, &wanted, patience), || {})?;
+        *mean.sums() = Some(added.or_raise()?);
+        Ok(())
+    }
+
+    /// The mean of all updates that were added.
+    fn finish(&self, py: Python<'_>, mean: &Mean) -> PyResult<Parcel> {
+        let exchange = self.0.clone();
+        let sums = mean.take().ok_or_else(|| PyValueError::new_err("nothing was added"))?;
+        let parcel = blocking::run(py, move || exchange.finish(sums), || {})?;
+        Ok(Parcel(Arc::new(parcel.or_raise()?)))
+    }
+
     /// The mean of updates (key, weight), in this order.
     fn average(
         &self,
@@ -244,12 +281,37 @@ impl Exchange {
         patience_s: f64,
     ) -> PyResult<Parcel> {
         let (exchange, patience) = (self.0.clone(), seconds(patience_s)?);
-        let wanted: Vec<Wanted> = updates
-            .into_iter()
-            .map(|(key, weight)| Wanted { secret: secret(key), weight })
-            .collect();
+        let wanted = wanted(updates);
         let parcel = blocking::run(py, move || exchange.average(&wanted, patience), || {})?;
         Ok(Parcel(Arc::new(parcel.or_raise()?)))
+    }
+}
+
+fn wanted(updates: Vec<([u8; 32], f64)>) -> Vec<Wanted> {
+    let want = |(key, weight)| Wanted { secret: secret(key), weight };
+    updates.into_iter().map(want).collect()
+}
+
+/// The sums of a mean that more updates may come to.
+#[pyclass(frozen)]
+#[derive(Default)]
+pub struct Mean(Mutex<Option<MeanSums>>);
+
+impl Mean {
+    fn sums(&self) -> MutexGuard<'_, Option<MeanSums>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(&self) -> Option<MeanSums> {
+        self.sums().take()
+    }
+}
+
+#[pymethods]
+impl Mean {
+    #[new]
+    fn new() -> Mean {
+        Mean::default()
     }
 }
 

@@ -17,8 +17,11 @@ app = ClientApp(mods=[switch_mod])
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    arrays = {name: each.numpy() for name, each in message.content["arrays"].items()}
-    for each in arrays.values():
-        each += each.dtype.type(1 + int(context.node_config["partition-id"]))
-    record = ArrayRecord({name: Array(each) for name, each in arrays.items()})
+    record = ArrayRecord()
+    # One after the other, so that one array more than the two models is in memory, whoever moves them.
+    for name, each in message.content["arrays"].items():
+        values = each.numpy()
+        values += values.dtype.type(1 + int(context.node_config["partition-id"]))
+        record[name] = Array(values)
+        del values
     return Message(RecordDict({"arrays": record, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)

@@ -1,8 +1,12 @@
 """A model in the shape of a transformer, of any size, that can be made again tensor by tensor."""
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
+
+with contextlib.suppress(ImportError):
+    import ml_dtypes  # noqa: F401: gives NumPy bfloat16
 
 WIDTH = 2048
 VOCABULARY_ROWS = 32000

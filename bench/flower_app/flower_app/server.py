@@ -16,7 +16,7 @@ from .model import model
 app = ServerApp()
 
 
-def timed(kind: type[FedAvg], rounds: list[dict]) -> type[FedAvg]:
+def timed(kind: type[FedAvg], rounds: list[dict], initial: ArrayRecord) -> type[FedAvg]:
     class Timed(kind):
         def configure_train(self, server_round, arrays, config, grid):
             rounds.append({"begin": time.time()})
@@ -25,6 +25,8 @@ def timed(kind: type[FedAvg], rounds: list[dict]) -> type[FedAvg]:
         def aggregate_train(self, server_round, replies):
             result = super().aggregate_train(server_round, replies)
             rounds[-1]["end"] = time.time()
+            # Flower holds the first model to the end; a model of gigabytes is better let go.
+            initial.clear()
             return result
 
     return Timed
@@ -41,7 +43,7 @@ def right(arrays: ArrayRecord, config: dict) -> bool:
         if actual.shape != expected.shape or actual.dtype != expected.dtype:
             return False
         expected += np.asarray(added, expected.dtype)
-        if not np.allclose(actual, expected, rtol=1e-3 if expected.itemsize < 4 else 1e-5):
+        if not np.allclose(actual, expected, rtol=1e-2 if expected.itemsize < 4 else 1e-5):
             return False
     return names == list(arrays)
 
@@ -57,7 +59,7 @@ def main(grid: Grid, context: Context) -> None:
         from fedlane.flower import FedAvg as kind
     clients = int(config["clients"])
     initial = ArrayRecord({name: Array(each) for name, each in model(int(config["bytes"]), config["dtype"])})
-    strategy = timed(kind, rounds)(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
+    strategy = timed(kind, rounds, initial)(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
     result = strategy.start(grid, initial, num_rounds=int(config["rounds"]), timeout=3600)
     file = Path(config["result"])
     part = file.with_suffix(".part")

@@ -338,6 +338,7 @@ impl Gathering {
             signals: agreed.signals,
             layout: agreed.layout,
             weights: agreed.weights,
+            wave: None,
             peers: self.peers,
             pool,
             ready,

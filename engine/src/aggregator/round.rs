@@ -19,11 +19,12 @@ use crate::limits;
 use crate::manifest::Manifest;
 use crate::meter::{Meter, Phase};
 use crate::paths::SendKind;
+use crate::reducer::{AccumulatorLayout, Weights};
 use crate::region::Region;
 use crate::signal::Signal;
 use crate::sink::Sink;
 use crate::sink::discard::DiscardSink;
-use crate::sink::mean::{MeanSink, MeanSlices};
+use crate::sink::mean::{MeanSink, MeanSlices, Wave};
 use crate::sink::region::{Part, RegionSink};
 use crate::source::Source;
 use crate::source::region::RegionSource;
@@ -119,6 +120,28 @@ impl Session {
         self.run_round()
     }
 
+    /// Runs one round of [`Averaging::Wave`]: adds every client's update, with these weights, to the
+    /// sums in `accumulator`, and gives it back.
+    ///
+    /// # Errors
+    /// As [`Session::round`]; the sums are then lost.
+    pub(crate) fn fold(
+        &mut self,
+        weights: Weights,
+        wave: Wave,
+        accumulator: Region,
+    ) -> Result<Region, AggregatorError> {
+        self.weights = weights;
+        self.wave = Some((wave, accumulator));
+        let sums = self.run_round()?.pop();
+        sums.ok_or_else(|| std::io::Error::other("the sums are lost").into())
+    }
+
+    /// How the model's elements stand in an accumulator, if this session averages.
+    pub(crate) fn layout(&self) -> Option<&AccumulatorLayout> {
+        self.layout.as_ref()
+    }
+
     /// Gives the updates that were received whole.
     fn run_round(&mut self) -> Result<Vec<Region>, AggregatorError> {
         self.round += 1;
@@ -146,7 +169,14 @@ impl Session {
         }
         self.tell_each(|_| AggregatorMessage::Upload { round })?;
         match self.config.averaging {
-            Averaging::Streaming => self.stream(&mut regions, &mut sums, &clock)?,
+            Averaging::Streaming => self.stream(&mut regions, &mut sums, None, &clock)?,
+            Averaging::Wave => {
+                let (wave, accumulator) =
+                    self.wave.take().ok_or_else(|| std::io::Error::other("no sums"))?;
+                regions.accumulator = Some(accumulator);
+                self.stream(&mut regions, &mut sums, Some(wave), &clock)?;
+                regions.staged = regions.accumulator.take().into_iter().collect();
+            }
             Averaging::Staged | Averaging::Keep => self.stage(&mut regions, &clock)?,
             Averaging::Checksum | Averaging::Discard => self.drop_updates(&clock)?,
         }
@@ -171,9 +201,10 @@ impl Session {
         &self,
         regions: &mut Regions,
         sums: &mut [u64],
+        wave: Option<Wave>,
         clock: &UploadClock,
     ) -> Result<(), AggregatorError> {
-        let sinks = self.mean_sinks(regions, sums)?;
+        let sinks = self.mean_sinks(regions, sums, wave)?;
         let lanes = self.incoming_lanes(sinks)?;
         self.watch(Some(clock)).run(lanes)
     }
@@ -210,7 +241,7 @@ impl Session {
     fn average(&mut self, regions: &mut Regions, sums: &mut [u64]) -> Result<(), AggregatorError> {
         let staged = std::mem::take(&mut regions.staged);
         let chunks = &self.chunks;
-        let sinks = self.mean_sinks(regions, sums)?;
+        let sinks = self.mean_sinks(regions, sums, None)?;
         let lanes = sinks.into_iter().zip(&self.lanes).map(|(mut sink, range)| {
             let staged = &staged;
             move || {
@@ -241,6 +272,7 @@ impl Session {
         &'s self,
         regions: &'s mut Regions,
         sums: &'s mut [u64],
+        wave: Option<Wave>,
     ) -> Result<Vec<MeanSink<'s>>, AggregatorError> {
         let Some(layout) = &self.layout else { return Ok(Vec::new()) };
         let mut accumulator = regions.accumulator.as_mut().map(|region| region.bytes_mut().0);
@@ -263,8 +295,13 @@ impl Session {
             model = rest;
             let (lane_checks, rest) = sums.split_at_mut(lane.len());
             sums = rest;
-            let slices =
-                MeanSlices { accumulator: lane_sums, model: lane_model, sums: lane_checks, tiles };
+            let slices = MeanSlices {
+                accumulator: lane_sums,
+                model: lane_model,
+                sums: lane_checks,
+                tiles,
+                wave,
+            };
             sinks.push(MeanSink::new(&self.weights, layout, &self.chunks, lane, slices)?);
         }
         Ok(sinks)
@@ -289,7 +326,8 @@ impl Session {
             let buffers = &self.buffers[lane];
             lanes.push(move || {
                 let mut buffers = buffers.lock().unwrap_or_else(PoisonError::into_inner);
-                receive(streams, chunks, range, config.order, &mut sink, &mut buffers, signal)
+                receive(streams, chunks, range, config.order, &mut sink, &mut buffers, signal)?;
+                sink.end().map_err(|error| LaneError::peer(0, error))
             });
         }
         Ok(lanes)

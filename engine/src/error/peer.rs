@@ -329,6 +329,12 @@ pub enum AggregatorError {
         /// The first tensor that differs, and how.
         difference: String,
     },
+    /// Updates that cannot be in one mean.
+    #[error("the updates differ from those that came before: {difference}")]
+    Sums {
+        /// The first tensor that differs, and how.
+        difference: String,
+    },
     /// A client ended the session.
     #[error("{client}: {error}")]
     Client {

@@ -39,6 +39,15 @@ pub struct MeanSink<'a> {
     /// Memory of tiles whose chunks are complete.
     spare: Vec<Region>,
     kept: &'a TileMemory,
+    wave: Option<Wave>,
+}
+
+/// Clients who are some of those in a mean: their sums are added to the accumulator's and stay
+/// there.
+#[derive(Clone, Copy)]
+pub struct Wave {
+    /// What the sums so far are multiplied with; without it there are none.
+    pub carry: Option<Weight>,
 }
 
 /// Warm memory for the tiles of one lane, kept for the next round.
@@ -80,6 +89,8 @@ pub struct MeanSlices<'a> {
     pub sums: &'a mut [u64],
     /// Memory for tiles.
     pub tiles: &'a TileMemory,
+    /// Where other clients came before, or will come.
+    pub wave: Option<Wave>,
 }
 
 impl<'a> MeanSink<'a> {
@@ -108,6 +119,7 @@ impl<'a> MeanSink<'a> {
                 &mut *slices.tiles.0.lock().unwrap_or_else(PoisonError::into_inner),
             ),
             kept: slices.tiles,
+            wave: slices.wave,
         })
     }
 
@@ -116,8 +128,13 @@ impl<'a> MeanSink<'a> {
         let weight = self.weights.get(peer).ok_or(ReducerError::NoWeight)?;
         let arrived = &mut self.arrived[chunk.index - self.first_chunk];
         *arrived += 1;
-        let (first, last) = (*arrived == 1, *arrived == self.weights.clients());
+        let (begins, last) = (*arrived == 1, *arrived == self.weights.clients());
+        let (carry, last) = (self.wave.and_then(|wave| wave.carry), last && self.wave.is_none());
+        let first = begins && carry.is_none();
         let mut tile = self.take_tile(chunk, first)?;
+        if let (true, Some(factor)) = (begins, carry) {
+            reducer::rescale(chunk.dtype, factor, tile.bytes())?;
+        }
         if last {
             self.complete(chunk, first, weight, payload, &mut tile)?;
             self.spare.push(tile.memory);
@@ -142,7 +159,8 @@ impl<'a> MeanSink<'a> {
     fn hold(&mut self, peer: usize, chunk: &Chunk, buffer: &mut Region) -> Result<bool, SinkError> {
         let weight = self.weights.get(peer).ok_or(ReducerError::NoWeight)?;
         let arrived = self.arrived[chunk.index - self.first_chunk];
-        let (first, last) = (arrived == 0, arrived + 1 == self.weights.clients());
+        let first = arrived == 0 && self.wave.is_none_or(|wave| wave.carry.is_none());
+        let last = arrived + 1 == self.weights.clients();
         if !first || last || !weight.is_positive() || !reducer::is_own_sum(chunk.dtype) {
             return Ok(false);
         }
@@ -246,6 +264,14 @@ impl Drop for MeanSink<'_> {
 }
 
 impl Sink for MeanSink<'_> {
+    fn end(&mut self) -> Result<(), SinkError> {
+        // Of a whole mean none is left.
+        while !self.tiles.is_empty() {
+            self.put_away()?;
+        }
+        Ok(())
+    }
+
     fn accept(&mut self, peer: usize, chunk: &Chunk, buffer: &mut Region) -> Result<(), SinkError> {
         match self.hold(peer, chunk, buffer)? {
             true => Ok(()),

@@ -129,6 +129,14 @@ impl Mapping {
         }
     }
 
+    /// Takes the pages out of this process's page table. They stay in the file, and come back when
+    /// they are touched.
+    pub fn rest(&self) -> io::Result<()> {
+        // SAFETY: the mapping is shared, so its content is the file's and stays.
+        let start = self.start.as_ptr().cast();
+        Ok(unsafe { mm::madvise(start, self.mapped_bytes, Advice::LinuxDontNeed)? })
+    }
+
     /// The whole mapping.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: start and length are those of a live mapping; `&self` keeps writers out.

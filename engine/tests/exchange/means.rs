@@ -230,3 +230,58 @@ fn many_transfers_go_through_one_port_at_once() {
     });
     release_all(&exchange, &deposits);
 }
+
+/// Adds the updates of `order` in waves of these sizes.
+fn in_waves(exchange: &Exchange, order: &[usize], sizes: &[usize]) -> Parcel {
+    let mut rest = order;
+    let mut sums = None;
+    for &size in sizes {
+        let (wave, after) = rest.split_at(size);
+        rest = after;
+        sums = Some(exchange.add(sums, &all_wanted(wave), PATIENCE).unwrap());
+    }
+    assert!(rest.is_empty(), "the sizes of the waves fit");
+    exchange.finish(sums.unwrap()).unwrap()
+}
+
+#[test]
+fn a_mean_in_waves_has_the_bits_of_one_at_once() {
+    for model in [mixed(), floats()] {
+        let exchange = patient();
+        let updates = updates(&model, 5);
+        let deposits = leave_all(&exchange, &updates, &[0, 1, 2, 3, 4]);
+        let order = [1, 3, 0, 4, 2];
+        for sizes in [&[5][..], &[1, 4], &[1, 1, 1, 1, 1], &[2, 3], &[4, 1], &[2, 1, 2]] {
+            let mean = in_waves(&exchange, &order, sizes);
+            assert!(mean.region().bytes() == expected(&model, &updates, &order), "{sizes:?}");
+            // Its checksums are right: it can be offered.
+            exchange.offer(secret(9), Arc::new(mean));
+            let fetched = fetch(&line(&exchange, "c"), secret(9), &Arc::default()).unwrap();
+            assert!(fetched.region().bytes() == expected(&model, &updates, &order));
+            exchange.release(secret(9));
+        }
+        release_all(&exchange, &deposits);
+    }
+}
+
+#[test]
+fn a_mean_in_waves_of_which_only_one_came_is_that_one() {
+    let exchange = patient();
+    let updates = updates(&mixed(), 1);
+    let deposits = leave_all(&exchange, &updates, &[0]);
+    let mean = in_waves(&exchange, &[0], &[1]);
+    assert!(mean.region().bytes() == self::mean(&mixed(), &[(&updates[0], 1.0)]));
+    release_all(&exchange, &deposits);
+}
+
+#[test]
+fn a_wave_of_another_layout_is_an_error() {
+    let exchange = patient();
+    let mut updates = updates(&floats(), 2);
+    updates[1] = parcel(&mixed(), 2, &Arc::default());
+    let deposits = leave_all(&exchange, &updates, &[0, 1]);
+    let sums = exchange.add(None, &all_wanted(&[0]), PATIENCE).unwrap();
+    let error = exchange.add(Some(sums), &all_wanted(&[1]), PATIENCE).err().unwrap();
+    assert!(error.to_string().contains("differ"), "{error}");
+    release_all(&exchange, &deposits);
+}

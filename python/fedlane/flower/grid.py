@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from logging import INFO, WARNING
@@ -16,7 +16,9 @@ from flwr.serverapp import Grid
 from fedlane import _core
 
 from . import arrays, tickets
+from .arrays import Entry
 from .server import Server
+from .streaming import StreamedMean
 
 #: Error codes of Flower: the ClientApp could not be loaded, raised, or crashed.
 _APP_FAILED = (1, 2, 8)
@@ -43,6 +45,9 @@ class Settings:
     deadline_s: float = 30.0
     #: Data connections of each client; 0: one for each core.
     streams: int = 0
+    #: Streamed means: "arrival" adds updates as replies come; "client" averages when all replies are
+    #: there, in order of the node ids, so that equal rounds have equal bits.
+    order: str = "arrival"
 
     @classmethod
     def of(cls, run_config: dict[str, Any]) -> "Settings":
@@ -57,7 +62,10 @@ class Settings:
                 options = ", ".join(f"fedlane.{name}" for name in known)
                 raise ValueError(f"run configuration: there is no key {key!r}; there are {options}")
             found[known[name]] = value
-        return cls(**found)
+        settings = cls(**found)
+        if settings.order not in ("arrival", "client"):
+            raise ValueError(f"run configuration: fedlane.order is {settings.order!r}, not arrival or client")
+        return settings
 
 
 @dataclass
@@ -80,6 +88,9 @@ class Held:
     """An update that waits at its client."""
 
     key: bytes
+    #: Name of its record in the reply.
+    name: str
+    layout: list[Entry]
     #: As long as it lives, no other reply has its `id`.
     reply: Message
 
@@ -113,6 +124,8 @@ class FedlaneGrid(Grid):
         self._plain_nodes: set[int] = set()
         self._held_messages: list[Message] = []
         self._held: dict[int, Held] = {}
+        self._weigh: Callable[[Message], float] | None = None
+        self._mean: StreamedMean | None = None
         #: Secrets of the models in the newest messages: the next ones mostly bring them again.
         self._newest: frozenset[bytes] = frozenset()
         log(INFO, "fedlane: data port %s", ", ".join(self._addresses))
@@ -145,9 +158,12 @@ class FedlaneGrid(Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Sends messages with tickets in the place of their arrays. See `flwr.serverapp.Grid`."""
         pending = [self._prepare(message) for message in messages]
+        if self._held_messages:
+            self._begin_mean(sum(each.held for each in pending))
         self._held_messages.clear()
         models = frozenset().union(*(each.models for each in pending))
         self._newest = models or self._newest
+        self._withdraw_models(pending)
         ids = list(self._grid.push_messages([each.sent for each in pending]))
         for message_id, each in zip(ids, pending, strict=True):
             if message_id is None:
@@ -186,12 +202,21 @@ class FedlaneGrid(Grid):
         self._withdraw_models()
         return [reply.result() for reply in replies]
 
-    def hold(self, messages: Iterable[Message]) -> None:
-        """Lets the updates of these messages wait at their clients, for `average`."""
+    def hold(self, messages: Iterable[Message], weigh: Callable[[Message], float]) -> None:
+        """Lets the updates of these messages wait at their clients, for `average`.
+
+        ``weigh`` gives the weight of a reply.
+        """
         # What was not averaged in the last round never will be.
         self._server.release([held.key for held in self._held.values()])
         self._held.clear()
         self._held_messages += messages
+        self._weigh = weigh
+
+    def _begin_mean(self, expected: int) -> None:
+        if self._mean is not None:
+            self._mean.close()
+        self._mean = StreamedMean(self._server, expected, early=self._settings.order == "arrival")
 
     def is_held(self, reply: Message) -> bool:
         """Whether the reply's arrays wait at the client."""
@@ -201,35 +226,52 @@ class FedlaneGrid(Grid):
         """The weighted mean of the replies' only `ArrayRecord`, and the places of those in it.
 
         Updates that waited are released. A client whose update cannot be had is left out, exactly
-        as if it had never replied.
+        as if it had never replied. Raises `fedlane.ModelError`, and releases nothing, for updates
+        that cannot be averaged: see `unhold`.
         """
+        if self._mean is None:
+            raise RuntimeError("these replies were not held")
+        layouts = [held.layout for reply in replies if (held := self._held.get(id(reply)))]
+        if any(sorted(layout) != sorted(layouts[0]) for layout in layouts):
+            raise _core.ModelError("the updates have different layouts")
         keys = [self._key(reply) for reply in replies]
-        counted = list(range(len(replies)))
         try:
-            while True:
-                try:
-                    mean = self._server.average([(keys[i], weights[i]) for i in counted])
-                    return mean, set(counted)
-                except _core.PeerError as error:
-                    culprit = getattr(error, "key", None)
-                    lost = [place for place in counted if keys[place] == culprit]
-                    if not lost or len(counted) == 1:
-                        raise
-                    node = replies[lost[0]].metadata.src_node_id
-                    log(WARNING, "fedlane: the update of node %s is lost, the mean is made "
-                        "without it: %s", node, error)  # fmt: skip
-                    counted.remove(lost[0])
-        finally:
-            self._server.release(keys)
-            for reply in replies:
-                self._held.pop(id(reply), None)
+            mean, counted = self._mean.finish(list(zip(keys, weights, strict=True)))
+        except _core.ModelError:
+            raise
+        except BaseException:
+            self._let_go(replies, keys)
+            raise
+        self._let_go(replies, keys)
+        return mean, {place for place, key in enumerate(keys) if key in counted}
+
+    def unhold(self, replies: list[Message]) -> list[Message]:
+        """The replies with their arrays after all; without those whose update cannot be had."""
+        here = []
+        for reply in replies:
+            held = self._held.pop(id(reply), None)
+            try:
+                records = {held.name: self._server.collect(held.key)} if held else {}
+            except _core.FedlaneError as error:
+                log(WARNING, "fedlane: the update of node %s is lost: %s",
+                    reply.metadata.src_node_id, error)  # fmt: skip
+            else:
+                reply.content = tickets.replaced(reply.content, records)
+                here.append(reply)
+        return here
+
+    def _let_go(self, replies: list[Message], keys: list[bytes]) -> None:
+        self._mean = None
+        self._server.release(keys)
+        for reply in replies:
+            self._held.pop(id(reply), None)
 
     def _key(self, reply: Message) -> bytes:
         held = self._held.get(id(reply))
         if held is not None:
             return held.key
         (record,) = tickets.array_records(reply.content).values()
-        return self._server.add(record)
+        return self._server.take(record)
 
     def _prepare(self, message: Message) -> Pending:
         """The message with tickets, unless it has no arrays or its node knows none."""
@@ -289,6 +331,8 @@ class FedlaneGrid(Grid):
     def _send_plain(self, message_id: str, pending: Pending, reason: str) -> None:
         node = pending.message.metadata.dst_node_id
         self._forget(pending)
+        if pending.held and self._mean is not None:
+            self._mean.answer(None)
         self._warn_or_raise(
             f"node {node} is served Flower's own way: {reason}. Has its ClientApp "
             f"mods=[fedlane_mod], and can it reach {' or '.join(self._addresses)}?"
@@ -307,6 +351,13 @@ class FedlaneGrid(Grid):
 
     def _unpack(self, reply: Message, pending: Pending | None) -> Message:
         """The reply with its arrays, or with placeholders if they are held."""
+        held = pending is not None and pending.held
+        unpacked = self._unpacked(reply, pending)
+        if held and not self.is_held(unpacked):
+            self._answer(unpacked)
+        return unpacked
+
+    def _unpacked(self, reply: Message, pending: Pending | None) -> Message:
         if pending is None or pending.key is None:
             return reply
         if reply.has_error():
@@ -349,15 +400,26 @@ class FedlaneGrid(Grid):
         )
         record = ArrayRecord()
         for tensor, dtype, shape in layout:
-            record[tensor] = arrays.placeholder(tensor, dtype, shape, why)
+            record[tensor] = arrays.placeholder(tensor, dtype.removesuffix(arrays.FORTRAN), shape, why)
         reply.content = tickets.replaced(reply.content, {name: record})
         self._server.release(other for other in tickets.update_keys(key) if other != update)
-        self._held[id(reply)] = Held(update, reply)
+        self._held[id(reply)] = Held(update, name, layout, reply)
+        self._answer(reply, update, layout)
         return reply
 
-    def _withdraw_models(self) -> None:
+    def _answer(self, reply: Message, update: bytes | None = None, layout: list[Entry] = ()) -> None:
+        """Tells the mean of a held message's reply."""
+        if self._mean is None or self._weigh is None:
+            return
+        try:
+            weighed = update and (update, self._weigh(reply))
+        except (KeyError, TypeError, ValueError):
+            weighed = None  # The strategy will say what is wrong with it.
+        self._mean.answer(weighed, layout)
+
+    def _withdraw_models(self, coming: Iterable[Pending] = ()) -> None:
         """Only models that a client may still come for stay on offer."""
-        awaited = (each.models for each in self._pending.values())
+        awaited = (each.models for each in [*self._pending.values(), *coming])
         self._server.keep_offers(set(self._newest.union(*awaited)))
 
     def _give_up(self, message_ids: Iterable[str]) -> None:

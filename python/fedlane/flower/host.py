@@ -58,11 +58,11 @@ class Host:
         memory = Memory.adopt(fd, position + nbytes, _closer(line))
         return b64decode(answer["header"]), memory, position
 
-    def allocate(self, nbytes: int) -> Memory:
-        """Warm memory for this process to write to."""
+    def allocate(self, nbytes: int, *, spare: bool = False) -> Memory:
+        """Warm memory for this process to write to; with ``spare``, only if there is plenty."""
         line = self._connect()
         try:
-            _, fd = line.ask({"op": "memory", "nbytes": nbytes})
+            _, fd = line.ask({"op": "memory", "nbytes": nbytes, "spare": spare})
         except HandoverError as error:
             line.close()
             raise MemoryError(f"no memory of {nbytes} bytes: {error}") from error

@@ -309,7 +309,11 @@ class Workspace:
             if begin + nbytes > self._nbytes:
                 return None
             if self._bytes is None:
-                self._bytes = empty_memory(self._allocate, self._nbytes).shared()
+                try:
+                    self._bytes = empty_memory(self._allocate, self._nbytes).shared()
+                except MemoryError:
+                    self._nbytes = 0
+                    return None
             self._used = begin + nbytes
             return self._bytes[begin : self._used]
 

@@ -54,7 +54,7 @@ def memory_for(host: Host, content: RecordDict) -> tuple[Arena, Workspace]:
     sizes = [size_bytes(record) for record in records]
     arena = Arena(allocate)
     arena.expect(max(sizes, default=0))
-    return arena, Workspace(allocate, sum(sizes))
+    return arena, Workspace(lambda nbytes: host.allocate(nbytes, spare=True), sum(sizes))
 
 
 def size_bytes(record: ArrayRecord) -> int:

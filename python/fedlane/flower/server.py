@@ -1,5 +1,6 @@
 """The server's data port: models on offer, updates awaited, received and averaged."""
 
+import mmap
 import os
 import secrets
 import threading
@@ -15,11 +16,15 @@ from fedlane import _core
 from fedlane.handover import Counter, Message
 
 from . import arrays, tickets
-from .memory import Memory
+from .memory import Arena, Memory
 from .headers import header_of, layout_of
 
 
-@dataclass
+#: Longest time that a client whose connection broke may take to come back, in seconds.
+COME_BACK_S = 10.0
+
+
+@dataclass(eq=False)
 class Offer:
     """A model that clients may fetch, and the record that it was made from."""
 
@@ -41,15 +46,31 @@ class Server:
     ) -> None:
         self.exchange = _core.Exchange(host, port, deadline_s=deadline_s, streams=streams)
         self.deadline_s = deadline_s
+        #: How long a client may take to come back when its connection broke.
+        self.patience_s = min(deadline_s, COME_BACK_S)
+        wildcard = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}
+        self._own_host = wildcard.get(host, f"[{host}]" if ":" in host else host)
         self._lock = threading.Lock()
         self._offers: list[Offer] = []
         #: Updates that were handed over on this host.
         self._local: dict[bytes, _core.Parcel | None] = {}
         self._met: set[str] = set()
+        arrays.configure(arena=Arena(self.allocate))
         self.local_name = ""
         if same_host:
             self.local_name = f"fedlane-server-{os.getpid()}-{secrets.token_hex(16)}"
-            self._counter = Counter(self.local_name, lambda: self._serve_local)
+            # Not kept by those who serve it: a notebook runs one simulation after the other.
+            itself = weakref.ref(self)
+            counter = Counter(self.local_name, lambda: Desk(itself()))
+            weakref.finalize(self, counter.close)
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Memory for new arrays: what models of earlier rounds stood in, where there is some."""
+        warm = self.exchange.pool.take(nbytes)
+        mapping = mmap.mmap(warm.fileno(), nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        memory = Memory.adopt(os.dup(warm.fileno()), nbytes, mapping=mapping)
+        _WARM[memory] = warm
+        return memory
 
     def has_met(self, name: str) -> bool:
         """Whether a client of this name has ever come."""
@@ -63,6 +84,8 @@ class Server:
                     return offer
             parcel = parcel_of(record, adopt=True)
             offer = Offer(record, arrays.contents(record), tickets.new_key(), parcel)
+            # What a strategy makes of the updates is as large.
+            arrays.arena().expect(parcel.nbytes)
             self.exchange.offer(offer.key, parcel)
             self._offers.append(offer)
             return offer
@@ -89,15 +112,19 @@ class Server:
                 self._local.pop(key, None)
                 self.exchange.release(key)
 
+    def is_here(self, key: bytes) -> bool:
+        """Whether an update was handed over, so that nothing has to be received."""
+        return self._local.get(key) is not None
+
     def layout(self, key: bytes) -> list[arrays.Entry]:
         """The layout of an update whose reply has come."""
         local = self._local.get(key)
-        return layout_of(local.header if local else self.exchange.header(key, self.deadline_s))
+        return layout_of(local.header if local else self.exchange.header(key, self.patience_s))
 
     def collect(self, key: bytes) -> ArrayRecord:
-        """Receives one update whole. A transfer that breaks is repeated for ``deadline_s``."""
+        """Receives one update whole. A transfer that breaks is repeated."""
         local = self._local.get(key)
-        parcel = local or self._insist(lambda: self.exchange.collect(key, self.deadline_s))
+        parcel = local or self._insist(lambda: self.exchange.collect(key, self.patience_s))
         return record_of(parcel)
 
     def average(self, updates: list[tuple[bytes, float]]) -> ArrayRecord:
@@ -107,14 +134,27 @@ class Server:
         """
         local = [self._local.get(key) for key, _ in updates]
         if all(local):
-            weights = [weight for _, weight in updates]
-            return record_of(_core.average(local, weights, self.exchange.pool))
-        deposits = [self._deposit(key, parcel) for (key, _), parcel in zip(updates, local) if parcel]
-        mean = record_of(self._insist(lambda: self.exchange.average(updates, self.deadline_s)))
+            weighed = [(parcel, weight) for parcel, (_, weight) in zip(local, updates, strict=True)]
+            return record_of(_core.average(weighed, self.exchange.pool))
+        deposits = self._deposits(updates)
+        mean = record_of(self._insist(lambda: self.exchange.average(updates, self.patience_s)))
         del deposits
         return mean
 
-    def add(self, record: ArrayRecord) -> bytes:
+    def add(self, mean: _core.Mean, updates: list[tuple[bytes, float]]) -> None:
+        """Adds updates (key, weight), in this order, to a mean; an error spoils it.
+
+        Raises as `average`.
+        """
+        deposits = self._deposits(updates)
+        self.exchange.add(mean, updates, self.patience_s)
+        del deposits
+
+    def finish(self, mean: _core.Mean) -> ArrayRecord:
+        """The mean of all updates that were added."""
+        return record_of(self.exchange.finish(mean))
+
+    def take(self, record: ArrayRecord) -> bytes:
         """Takes an update that came Flower's own way among those that wait."""
         key, parcel = tickets.new_key(), parcel_of(record)
         with self._lock:
@@ -122,14 +162,18 @@ class Server:
             self._local[key] = parcel
         return key
 
-    def _deposit(self, key: bytes, parcel: _core.Parcel) -> _core.Deposit:
-        """Sends an update that is here already through the port, to be averaged with others."""
-        address = f"127.0.0.1:{self.exchange.port}"
-        return _core.Deposit(address, f"this process {key.hex()[:8]}", key, parcel, self.deadline_s)
+    def _deposits(self, updates: list[tuple[bytes, float]]) -> list[_core.Deposit]:
+        """Sends updates that are here already through the port, to be averaged with others."""
+        address = f"{self._own_host}:{self.exchange.port}"
+        return [
+            _core.Deposit(address, f"this process {key.hex()[:8]}", key, parcel, self.deadline_s)
+            for key, _ in updates
+            if (parcel := self._local.get(key)) is not None
+        ]
 
     def _insist(self, transfer: Callable[[], _core.Parcel]) -> _core.Parcel:
         """Tries again while the client comes back: a connection may break without its end."""
-        until = time.monotonic() + self.deadline_s
+        until = time.monotonic() + self.patience_s
         while True:
             try:
                 return transfer()
@@ -137,36 +181,73 @@ class Server:
                 if time.monotonic() > until:
                     raise
 
-    def _serve_local(self, request: dict, fd: int | None) -> Message:
-        """Serves a client on this host: memory is handed over, nothing is sent."""
+    def offered(self, key: bytes) -> _core.Parcel:
+        """The model on offer under ``key``; ValueError if there is none."""
+        with self._lock:
+            for offer in self._offers:
+                if offer.key == key:
+                    return offer.parcel
+        raise ValueError("this model is not on offer any more")
+
+    def take_over(self, key: bytes, update: _core.Parcel) -> None:
+        """Takes the update of a client on this host; ValueError if nobody awaits it."""
+        with self._lock:
+            if key not in self._local:
+                raise ValueError("this update is not awaited any more")
+            self._local[key] = update
+
+    def meet(self, name: str) -> None:
+        """Notes that a client of this name has come."""
+        self._met.add(name)
+
+
+class Desk:
+    """Serves a client on this host: memory is handed over, nothing is sent.
+
+    As the pool's desk, one connection is about one memory. Warm memory is the server's, because an
+    update stands in it until the server releases it, when its client may have ended.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._lease: _core.Memory | None = None
+        self._model: _core.Parcel | None = None
+
+    def __call__(self, request: dict, fd: int | None) -> Message:
         try:
-            key = b64decode(request["key"]) if "key" in request else b""
-            self._met.add(str(request.get("name", "")))
+            if request["op"] == "memory":
+                self._lease = self._server.exchange.pool.take(request["nbytes"])
+                return {}, self._lease.fileno()
+            key = b64decode(request["key"])
+            self._server.meet(str(request["name"]))
             if request["op"] == "model":
-                return self._hand_over_model(key)
-            if request["op"] == "deposit" and fd is not None:
-                return self._take_over_update(key, request, fd)
-            raise ValueError("the server hands out models and takes updates, nothing else")
+                return self._hand_over(key)
+            if request["op"] == "deposit":
+                self._server.take_over(key, self._update(request, fd))
+                return {}, None
+            raise ValueError(f"the server knows no {request['op']!r}")
         finally:
             if fd is not None:
                 os.close(fd)
 
-    def _hand_over_model(self, key: bytes) -> Message:
-        with self._lock:
-            offer = next((offer for offer in self._offers if offer.key == key), None)
-        if offer is None:
-            raise ValueError("this model is not on offer any more")
-        parcel = offer.parcel
-        answer = {"header": b64encode(parcel.header).decode(), "position": parcel.position}
-        return answer, parcel.fileno()
+    def _hand_over(self, key: bytes) -> Message:
+        # Kept: its memory must not be used again before the client has closed this connection.
+        self._model = self._server.offered(key)
+        header = b64encode(self._model.header).decode()
+        return {"header": header, "position": self._model.position}, self._model.fileno()
 
-    def _take_over_update(self, key: bytes, request: dict, fd: int) -> Message:
-        parcel = _core.Parcel.adopt(b64decode(request["header"]), fd, request["position"])
-        with self._lock:
-            if key not in self._local:
-                raise ValueError("this update is not awaited any more")
-            self._local[key] = parcel
-        return {}, None
+    def _update(self, request: dict, fd: int | None) -> _core.Parcel:
+        header, position = b64decode(request["header"]), request["position"]
+        if fd is not None:
+            return _core.Parcel.adopt(header, fd, position)
+        if self._lease is not None:
+            return _core.Parcel.within(header, self._lease, position)
+        raise ValueError("an update came without its memory")
+
+    def close(self) -> None:
+        """The client needs the memory no more."""
+        self._lease = None
+        self._model = None
 
 
 def parcel_of(record: ArrayRecord, *, adopt: bool = False) -> _core.Parcel:
@@ -181,6 +262,9 @@ def parcel_of(record: ArrayRecord, *, adopt: bool = False) -> _core.Parcel:
         return known
     return _core.Parcel.adopt(header, memory.fd, position)
 
+
+#: Keeps memory from being used again as long as arrays stand in it.
+_WARM: "weakref.WeakKeyDictionary[Memory, _core.Memory]" = weakref.WeakKeyDictionary()
 
 #: Parcels whose memory is that of a record: their checksums need not be made again.
 _PARCELS: "weakref.WeakKeyDictionary[Memory, _core.Parcel]" = weakref.WeakKeyDictionary()

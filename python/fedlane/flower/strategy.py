@@ -12,15 +12,18 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid, strategy
 
+from fedlane import ModelError
+
 from .grid import FedlaneGrid
 
 
 class FedAvg(strategy.FedAvg):
     """As `flwr.serverapp.strategy.FedAvg`, averaged while the updates arrive.
 
-    Floats are summed in f32 (f64 for float64) in order of the node ids, integers in f64 and then
-    rounded; the mean has the model's dtypes. Needs a `FedlaneGrid`; with another grid, or for a
-    model that cannot be carried, it is Flower's own.
+    Floats are summed in f32 (f64 for float64), integers in f64 and then rounded; the mean has the
+    model's dtypes. The order is that of the replies, or with ``fedlane.order = "client"`` that of
+    the node ids. Needs a `FedlaneGrid`; with another grid, or for a model that cannot be carried,
+    it is Flower's own.
     """
 
     _grid: FedlaneGrid | None = None
@@ -34,7 +37,7 @@ class FedAvg(strategy.FedAvg):
         if self._grid is None:
             log(WARNING, "fedlane: this strategy averages like Flower's: its grid is no FedlaneGrid")
         else:
-            self._grid.hold(messages)
+            self._grid.hold(messages, self._weight)
         return messages
 
     def aggregate_train(
@@ -46,9 +49,14 @@ class FedAvg(strategy.FedAvg):
         if grid is None or not any(grid.is_held(reply) for reply in replies):
             return super().aggregate_train(server_round, replies)
         valid, _ = self._check_and_log_replies(replies, is_train=True)
+        if not valid:
+            return None, None
         valid.sort(key=lambda reply: reply.metadata.src_node_id)
-        weights = [self._weight(reply) for reply in valid]
-        mean, counted = grid.average(valid, weights)
+        try:
+            mean, counted = grid.average(valid, [self._weight(reply) for reply in valid])
+        except ModelError as error:
+            log(WARNING, "fedlane: averaged like Flower does, with all updates here: %s", error)
+            return super().aggregate_train(server_round, grid.unhold(valid))
         contents = [reply.content for place, reply in enumerate(valid) if place in counted]
         return mean, self.train_metrics_aggr_fn(contents, self.weighted_by_key)
 

@@ -40,6 +40,7 @@ ROLES = {
     "flower-supernode": "supernode",
     "flower-superexec": "superexec",
     "flwr-serverapp": "serverapp",
+    "flwr-simulation": "serverapp",  # which runs in it
     "flwr-clientapp": "clientapp",
     "flwr": "cli",
 }
@@ -240,7 +241,7 @@ class Deployment:
 
     def _start_superlink(self) -> None:
         control, fleet, apps = ports = free_ports(3)
-        command = ["flower-superlink", "--insecure", "--isolation", self.isolation]
+        command = ["flower-superlink", "--insecure", "--isolation", self.isolation, *self.superlink_options()]
         if HTTP:
             fleet = apps = control
             ports = [control]
@@ -253,9 +254,18 @@ class Deployment:
         self.fleet = fleet
         self._write_home(control)
         self._start("superlink", command)
-        self._wait_for_ports(ports)
+        # For simulations alone there is no port for SuperNodes.
+        self._wait_for_ports(ports if self.clients else [control, apps])
         if self.isolation == "process":
             self._start_superexec("superexec-superlink", apps, "serverapp")
+
+    def superlink_options(self) -> list[str]:
+        """What a subclass adds to the command of the SuperLink."""
+        return []
+
+    def run_options(self) -> list[str]:
+        """What a subclass adds to the command that submits an app."""
+        return []
 
     def _write_home(self, control: int) -> None:
         (self.folder / "home").mkdir()
@@ -327,7 +337,7 @@ class Deployment:
         # A copy: Flower writes its bundle beside the app.
         copy = self.folder / f"app{self.runs}"
         shutil.copytree(app, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        answer = self.flwr("run", str(copy), *(words if config else ()))
+        answer = self.flwr("run", str(copy), *(words if config else ()), *self.run_options())
         return Run(self, int(answer["run-id"]), file)
 
     def run(self, app: Path, run_config: dict | None = None, *, timeout_s: float, result: bool = True) -> Run:

@@ -12,7 +12,7 @@ import sys
 def keep_output() -> None:
     role = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
     logs = os.environ.get("FEDLANE_TEST_LOGS")
-    if not logs or role not in ("flwr-serverapp", "flwr-clientapp"):
+    if not logs or role not in ("flwr-serverapp", "flwr-simulation", "flwr-clientapp"):
         return
     log = os.open(f"{logs}/{role[5:]}-{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
