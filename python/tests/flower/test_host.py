@@ -13,6 +13,8 @@ from test_faults import assert_mean_of_counted, counted, switches
 pytest.importorskip("fedlane.flower")
 
 ANY_MODE = pytest.mark.parametrize("mode", ["streaming", pytest.param("any", marks=pytest.mark.long)])
+# No pool of another test.
+OWN = {"FEDLANE_TEST_POOL": "host"}
 MODEL_ELEMENTS = 2_000_000
 MODEL_BYTES = 4 * MODEL_ELEMENTS
 
@@ -70,8 +72,8 @@ def test_two_runs_of_one_superlink(flower):
 def test_two_deployments():
     """They share the host's pool. When one ends, and kills what was its, the other goes on."""
     config = {"clients": 2, "elements": 300_000}
-    with Deployment(clients=2) as first:
-        with Deployment(clients=2) as second:
+    with Deployment(clients=2, env=OWN) as first:
+        with Deployment(clients=2, env=OWN) as second:
             runs = [each.start(APPS / "faults", switches("streaming") | config) for each in (first, second)]
             for each in runs:
                 assert_mean_of_counted(finished(each.wait(200)))
@@ -85,7 +87,7 @@ def test_two_deployments():
 def test_memory_after_20_rounds(mode):
     """50 MB and two clients: after 20 rounds the ServerApp and the pool hold what they held after 4."""
     config = {"clients": 2, "elements": 12_500_000, "rounds": 20, "evaluate": True}
-    with Deployment(clients=2) as flower:
+    with Deployment(clients=2, env=OWN) as flower:
         result = finished(flower.run(APPS / "faults", switches(mode) | config, timeout_s=900))
     assert counted(result) == [[0, 1]] * 20
     assert_mean_of_counted(result)
@@ -99,7 +101,7 @@ def test_memory_after_20_rounds(mode):
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_the_pool_ends_with_its_supernodes(how):
-    with Deployment(clients=2) as flower:
+    with Deployment(clients=2, env=OWN) as flower:
         finished(flower.run(APPS / "faults", switches("streaming") | {"clients": 2, "rounds": 1}, timeout_s=240))
         (pool,) = flower.pools()
         os.kill(flower.supernodes[0], how)
