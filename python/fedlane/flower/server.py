@@ -271,6 +271,8 @@ _PARCELS: "weakref.WeakKeyDictionary[Memory, _core.Parcel]" = weakref.WeakKeyDic
 
 def record_of(parcel: _core.Parcel) -> ArrayRecord:
     """An `ArrayRecord` whose arrays stand in the parcel's memory, and keep it."""
+    if parcel.nbytes == 0:
+        return arrays.scatter(Memory.create(1), 0, layout_of(parcel.header))
     memory = Memory.adopt(os.dup(parcel.fileno()), parcel.position + parcel.nbytes)
     # Keeps the parcel, and so its memory from being used again, as long as the record's.
     _PARCELS[memory] = parcel

@@ -40,8 +40,8 @@ class Proxy:
 
     def cut(self) -> None:
         """Ends every connection, and refuses new ones."""
-        # Only shutdown wakes the thread that accepts.
-        self._listener.shutdown(socket.SHUT_RDWR)
+        # Only this wakes the thread that accepts.
+        _shut(self._listener)
         self._listener.close()
         with self._lock:
             for each in self._sockets:

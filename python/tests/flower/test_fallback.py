@@ -11,7 +11,7 @@ from test_faults import assert_mean_of_counted, counted, switches
 
 pytest.importorskip("fedlane.flower")
 
-ANY_MODE = pytest.mark.parametrize("mode", ["any", pytest.param("streaming", marks=pytest.mark.long)])
+ANY_MODE = pytest.mark.parametrize("mode", ["any", "streaming"])
 
 
 def warnings(flower: Deployment, before: set[Path]) -> str:
@@ -52,6 +52,7 @@ def test_wrong_numbers_and_versions(flower, mode):
 
 
 @ANY_MODE
+@pytest.mark.long
 def test_nobody_listens(flower, mode):
     result, log = run(flower, mode, **{"fedlane.advertise": "127.0.0.1:9"})
     assert counted(result) == [[0, 1, 2, 3]] * 2

@@ -70,7 +70,7 @@ def test_a_clientapp_killed_in_mid_upload(mode):
 def test_everybody_killed_in_mid_upload():
     """Without an update there is no mean: an error, not a model."""
     pytest.importorskip("fedlane.flower")
-    with Proxy(RATE) as proxy, Deployment(clients=2) as flower:
+    with Proxy(RATE) as proxy, Deployment(clients=2, env={"FEDLANE_TEST_POOL": "all"}) as flower:
         run = flower.start(APPS / "faults", CONFIG | switches("streaming") | proxy.run_config | {"clients": 2})
         assert wait_until(lambda: proxy.uploaded > UPDATE_BYTES / 4, 90), flower.logs()
         for pid in flower.pools():
@@ -78,7 +78,7 @@ def test_everybody_killed_in_mid_upload():
         assert wait_until(run.ended, 90)
         assert not run.result.exists()
         assert run.state == "finished:failed"
-        assert "does not come" in run.logs("serverapp") or "fedlane" in run.logs("serverapp")
+        assert "lost" in run.logs("serverapp")
 
 
 @ANY_MODE
@@ -95,4 +95,4 @@ def test_a_connection_cut_in_mid_upload(mode):
             # Whose update came before the cut; with none, the model stays as it was.
             assert run.json()["least"] == run.json()["most"]
             assert run.json()["most"] in (0.0, 1.0, 2.0, 1.5)
-        assert "lost" in run.logs("serverapp") or "update" in run.logs("serverapp")
+        assert "lost" in run.logs("serverapp")

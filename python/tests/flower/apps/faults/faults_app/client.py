@@ -36,7 +36,7 @@ def meddle(message: Message, context: Context, call_next) -> Message:
     """
     kinds = dict(enumerate(str(context.run_config["meddle"]).split(",")))
     kind = kinds.get(int(context.node_config["partition-id"]), "")
-    if "fedlane" not in message.content or kind == "":
+    if kind == "" or not {"fedlane", "arrays"} <= message.content.keys():
         return switch_mod(message, context, call_next)
     if kind == "none":
         return call_next(message, context)
