@@ -284,7 +284,9 @@ class Arena:
         self._views = None  # free the old one first
         wanted = max(nbytes, self._expected_bytes, self._next_bytes) + HEADROOM_BYTES
         self._next_bytes = 0
-        self._views = Views(empty_memory(self._allocate, max(wanted, CHUNK_BYTES)))
+        # A size that is known needs no room for growth: it may be memory with all its pages.
+        least = 0 if self._expected_bytes else CHUNK_BYTES
+        self._views = Views(empty_memory(self._allocate, max(wanted, least)))
         return self._views
 
 

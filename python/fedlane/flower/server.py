@@ -51,10 +51,11 @@ class Server:
         self._own_host = wildcard.get(host, f"[{host}]" if ":" in host else host)
         self._lock = threading.Lock()
         self._offers: list[Offer] = []
+        #: For what a strategy makes of the updates.
+        self._arena = Arena(self.allocate)
         #: Updates that were handed over on this host.
         self._local: dict[bytes, _core.Parcel | None] = {}
         self._met: set[str] = set()
-        arrays.configure(arena=Arena(self.allocate))
         self.local_name = ""
         if same_host:
             self.local_name = f"fedlane-server-{os.getpid()}-{secrets.token_hex(16)}"
@@ -84,7 +85,8 @@ class Server:
             parcel = parcel_of(record, adopt=True)
             offer = Offer(record, arrays.contents(record), tickets.new_key(), parcel)
             # What a strategy makes of the updates is as large.
-            arrays.arena().expect(parcel.nbytes)
+            arrays.configure(arena=self._arena)
+            self._arena.expect(parcel.nbytes)
             self.exchange.offer(offer.key, parcel)
             self._offers.append(offer)
             return offer
