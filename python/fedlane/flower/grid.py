@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from logging import INFO, WARNING
@@ -407,7 +407,7 @@ class FedlaneGrid(Grid):
         self._answer(reply, update, layout)
         return reply
 
-    def _answer(self, reply: Message, update: bytes | None = None, layout: list[Entry] = ()) -> None:
+    def _answer(self, reply: Message, update: bytes | None = None, layout: Sequence[Entry] = ()) -> None:
         """Tells the mean of a held message's reply."""
         if self._mean is None or self._weigh is None:
             return

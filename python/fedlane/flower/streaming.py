@@ -1,6 +1,7 @@
 """The mean of one round, made while Flower delivers its replies."""
 
 import threading
+from collections.abc import Sequence
 from logging import WARNING
 
 from flwr.app import ArrayRecord
@@ -41,7 +42,7 @@ class StreamedMean:
         self._thread = threading.Thread(target=self._run, name="fedlane-mean", daemon=True)
         self._thread.start()
 
-    def answer(self, update: Update | None, layout: list[Entry] = ()) -> None:
+    def answer(self, update: Update | None, layout: Sequence[Entry] = ()) -> None:
         """A message has been answered: with an update, or otherwise."""
         with self._changed:
             self._outstanding -= 1
@@ -129,9 +130,9 @@ class StreamedMean:
         return not self._closed and self._outstanding > 0
 
 
-def has_room(layout: list[Entry]) -> bool:
+def has_room(layout: Sequence[Entry]) -> bool:
     """Whether sums can be kept beside the mean, where they are larger than what is summed."""
     if all(entry.dtype in _OWN_SUMS for entry in layout):
         return True
     # At most eight bytes for each element of one byte.
-    return available_bytes() > 9 * layout_bytes(layout) + RESERVE_BYTES
+    return available_bytes() > 9 * layout_bytes(list(layout)) + RESERVE_BYTES

@@ -7,9 +7,10 @@ the number of an update in a reply.
 """
 
 import hashlib
-import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 
@@ -129,15 +130,8 @@ def array_records(content: RecordDict) -> dict[str, ArrayRecord]:
     return {name: r for name, r in content.items() if isinstance(r, ArrayRecord) and len(r)}
 
 
-def replaced(content: RecordDict, records: dict[str, object]) -> RecordDict:
+def replaced(content: RecordDict, records: Mapping[str, Any]) -> RecordDict:
     """A copy with some records replaced and, where the new one is None, left out."""
     new = {name: records.get(name, record) for name, record in content.items()}
     new.update({name: record for name, record in records.items() if name not in new})
     return RecordDict({name: record for name, record in new.items() if record is not None})
-
-
-def host_id() -> str:
-    """Names this host and its network: two processes with the same one share loopback."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{boot}-{os.stat('/proc/self/ns/net').st_ino}"
