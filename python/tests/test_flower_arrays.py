@@ -861,8 +861,17 @@ def test_arrays_beyond_2_gib() -> None:
 # Installing
 
 
+# fedlane.flower without what importing it does: that installs.
+BARE = """
+import sys, types, fedlane
+package = types.ModuleType("fedlane.flower")
+package.__path__ = [fedlane.__path__[0] + "/flower"]
+sys.modules["fedlane.flower"] = package
+"""
+
+
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", BARE + code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
