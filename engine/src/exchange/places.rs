@@ -17,6 +17,7 @@ use crate::error::{AggregatorError, ExchangeError};
 use crate::limits;
 use crate::manifest::Manifest;
 use crate::region::RegionPool;
+use crate::sys::memory::Pages;
 use crate::wire::frame;
 use crate::wire::hello::{Place, Secret};
 use crate::wire::message::{AggregatorMessage, ClientMessage};
@@ -260,6 +261,10 @@ impl Places {
         let aggregator = Aggregator::of(door, *address, self.pool.clone(), config, vec![client])?;
         let mut session = aggregator.gather(Some(model.manifest.clone()))?;
         session.send(model.region().clone(), model.sums.clone())?;
+        // With base pages it would cost more to touch them again.
+        if model.region().pages() == Pages::Huge {
+            model.region().rest();
+        }
         session.finish().map(|_| ())
     }
 
