@@ -47,7 +47,8 @@ class Pool:
         self._models: dict[bytes, Future[_core.Parcel]] = {}
         self._deposits: dict[bytes, _core.Deposit] = {}
         self._watched: dict[int, int] = {}
-        self._desks = 0
+        #: Clients that were let in, and the bytes for which.
+        self._promised: list[tuple[str, int]] = []
 
     def model(self, key: bytes, address: str, caller: str, deadline_s: float) -> _core.Parcel:
         """The model of ``key``: kept from before, or fetched, once for all who ask."""
@@ -101,12 +102,17 @@ class Pool:
                     del self._deposits[key]
             return len(self._deposits)
 
-    def admit(self, nbytes: int) -> None:
+    def admit(self, caller: str, nbytes: int) -> None:
         """Lets a client begin; waits while memory is short and others can give some back."""
         with self._lock:
-            while self._desks and self._available_bytes() < nbytes + RESERVE_BYTES:
+            while self._is_crowded(caller, nbytes):
                 self._lock.wait(timeout=0.2)
-            self._desks += 1
+            self._promised.append((caller, nbytes))
+
+    def _is_crowded(self, caller: str, nbytes: int) -> bool:
+        others = [promised for name, promised in self._promised if name != caller]
+        # What others were let in for and may not have taken yet is not there.
+        return bool(others) and self._available_bytes() < nbytes + sum(others) + RESERVE_BYTES
 
     def has_spare(self, nbytes: int) -> bool:
         """Whether a client can have so much memory that it does not need."""
@@ -124,10 +130,10 @@ class Pool:
                 self._forget(0)
                 self.memory.trim()
 
-    def leave(self) -> None:
-        """A client that was admitted is gone."""
+    def leave(self, caller: str, nbytes: int) -> None:
+        """What a client was let in for is not needed any more."""
         with self._lock:
-            self._desks -= 1
+            self._promised.remove((caller, nbytes))
             self._lock.notify_all()
 
     def watch(self, pid: int) -> None:
@@ -153,7 +159,7 @@ class Desk:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._admitted = False
+        self._promised: tuple[str, int] | None = None
         self._lease: _core.Memory | None = None
         self._parcel: _core.Parcel | None = None
 
@@ -170,10 +176,11 @@ class Desk:
 
     def _model(self, request: dict, _fd: int | None) -> Message:
         key = b64decode(request["key"])
-        if not self._admitted:
+        if self._promised is None:
             # The client will hold the model it trains and the update it makes.
-            self._pool.admit(2 * request["nbytes"])
-            self._admitted = True
+            promised = request["name"], 2 * request["nbytes"]
+            self._pool.admit(*promised)
+            self._promised = promised
         model = self._pool.model(key, request["address"], request["name"], request["deadline_s"])
         self._parcel = model
         answer = {"header": b64encode(model.header).decode(), "position": model.position}
@@ -201,8 +208,8 @@ class Desk:
         """The client's process has ended: its memory is warm for the next one."""
         self._lease = None
         self._parcel = None
-        if self._admitted:
-            self._pool.leave()
+        if self._promised is not None:
+            self._pool.leave(*self._promised)
 
 
 def log_to_file() -> None:
