@@ -164,6 +164,9 @@ class Pool:
     def take(self, nbytes: int) -> Memory:
         """Memory of ``nbytes`` bytes, which goes back to the pool when nothing refers to it."""
 
+    def warm(self, nbytes: int, count: int) -> None:
+        """Makes sure that ``count`` pieces of ``nbytes`` bytes are free, while nobody waits for them."""
+
     def trim(self) -> None:
         """Gives free memory back to the host."""
 

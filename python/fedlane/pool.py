@@ -30,6 +30,19 @@ def name() -> str:
     return f"fedlane-pool-{os.getuid()}-{_core.__version__}"
 
 
+def warm(memory: _core.Pool, nbytes: int, count: int) -> None:
+    """Prepares memory that will soon be wanted, on a thread, if the host has plenty."""
+
+    def work() -> None:
+        try:
+            if available_bytes() > 2 * nbytes * count + RESERVE_BYTES:
+                memory.warm(nbytes, count)
+        except _core.OutOfMemory:
+            pass  # Whoever needs it will hear.
+
+    threading.Thread(target=work, name="fedlane-warm", daemon=True).start()
+
+
 def available_bytes() -> int:
     """Memory that the host can still give (MemAvailable of /proc/meminfo)."""
     with open("/proc/meminfo") as lines:
@@ -70,7 +83,10 @@ class Pool:
         self, model: Future[_core.Parcel], key: bytes, address: str, caller: str, deadline_s: float
     ) -> None:
         try:
-            model.set_result(_core.fetch(address, caller, key, self.memory, deadline_s))
+            parcel = _core.fetch(address, caller, key, self.memory, deadline_s)
+            model.set_result(parcel)
+            # The next model comes while this one is still in use.
+            warm(self.memory, parcel.nbytes, 1)
         except Exception as error:  # noqa: BLE001: whoever waits must hear of it
             with self._lock:
                 del self._models[key]

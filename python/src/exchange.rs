@@ -92,6 +92,12 @@ impl Pool {
         Ok(Memory(Arc::new(Warm { region: Some(region), pool: self.0.clone() })))
     }
 
+    /// Makes sure that `count` pieces of `nbytes` bytes are free here, while nobody waits for them.
+    fn warm(&self, py: Python<'_>, nbytes: u64, count: usize) -> PyResult<()> {
+        let sizes = std::iter::repeat_n(nbytes, count);
+        py.detach(|| self.0.warm(sizes)).or_raise()
+    }
+
     /// Gives free memory back to the host.
     fn trim(&self, py: Python<'_>) {
         py.detach(|| self.0.trim());

@@ -17,6 +17,7 @@ from fedlane import _core
 
 from . import arrays, tickets
 from .arrays import Entry
+from .memory import keep_freed_memory
 from .server import Server
 from .streaming import StreamedMean
 
@@ -105,6 +106,7 @@ class FedlaneGrid(Grid):
 
     def __init__(self, grid: Grid, context: Context) -> None:
         arrays.install()
+        keep_freed_memory()
         self._grid = grid
         self._settings = Settings.of(context.run_config)
         same_host = self._settings.same_host
@@ -187,6 +189,7 @@ class FedlaneGrid(Grid):
         """
         until = None if timeout is None else time.monotonic() + timeout
         ids = {message_id for message_id in self.push_messages(messages) if message_id}
+        self._server.warm(self._models_awaited(ids))
         del messages
         asked = set(ids)
         replies: list[Future[Message]] = []
@@ -201,6 +204,13 @@ class FedlaneGrid(Grid):
         self._give_up(asked & ids)
         self._withdraw_models()
         return [reply.result() for reply in replies]
+
+    def _models_awaited(self, ids: Iterable[str]) -> int:
+        """Models that the replies will bring; a mean that is streamed is one."""
+        asked = [self._pending[each] for each in ids if each in self._pending]
+        trains = [each for each in asked if each.message.metadata.message_type.startswith("train")]
+        whole = sum(bool(each.models) and not each.held for each in trains)
+        return whole + any(each.held for each in trains)
 
     def hold(self, messages: Iterable[Message], weigh: Callable[[Message], float]) -> None:
         """Lets the updates of these messages wait at their clients, for `average`.

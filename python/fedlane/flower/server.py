@@ -14,6 +14,7 @@ from flwr.app import ArrayRecord
 
 from fedlane import _core
 from fedlane.handover import Counter, Message
+from fedlane.pool import warm
 
 from . import arrays, tickets
 from .headers import header_of, layout_of
@@ -63,6 +64,14 @@ class Server:
             itself = weakref.ref(self)
             counter = Counter(self.local_name, lambda: Desk(itself()))
             weakref.finalize(self, counter.close)
+
+    def warm(self, replies: int) -> None:
+        """Prepares memory for replies as large as the newest model, while they are awaited.
+
+        A strategy may still hold the last round's.
+        """
+        if self._offers and replies:
+            warm(self.exchange.pool, self._offers[-1].parcel.nbytes, replies)
 
     def allocate(self, nbytes: int) -> Memory:
         """Memory for new arrays: what models of earlier rounds stood in, where there is some."""
