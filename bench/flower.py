@@ -10,7 +10,8 @@ The same app runs in real deployments (SuperLink, SuperNodes, one process per ap
     streaming   the same with fedlane.flower.FedAvg
 
 Modes take turns, and each repetition of a mode has a new deployment, which first runs rounds with an empty
-model. The first round of a run warms up and is not counted. Figures are medians; every result is compared,
+model. The first two rounds of a run warm up and are not counted: replies of a round are still held when those of the
+next one come, so it takes two until memory is used again. Figures are medians; every result is compared,
 element by element, with what it must be.
 
 A run that leaves less than --guard-mb of memory on the machine is ended and reported as out of memory.
@@ -38,6 +39,7 @@ MODES = ("plain", "any", "streaming")
 ROLE_NAMES = {"other": "pool"}
 TICK = os.sysconf("SC_CLK_TCK")
 SAMPLE_S = 0.05
+WARM_UP_ROUNDS = 2
 
 
 def available_mb() -> float:
@@ -103,9 +105,9 @@ class Sampler(threading.Thread):
 
 
 def measured_run(flower: Deployment, sampler: Sampler, options: argparse.Namespace, mode: str, size: int) -> list[dict]:
-    """The rounds of one run, without the first."""
+    """The counted rounds of one run."""
     dtype = "float16" if (mode, options.dtype) == ("plain", "bfloat16") else options.dtype
-    config = {"mode": mode, "clients": options.clients, "rounds": options.rounds + 1, "bytes": size, "dtype": dtype}
+    config = {"mode": mode, "clients": options.clients, "rounds": options.rounds + WARM_UP_ROUNDS, "bytes": size, "dtype": dtype}
     begin = time.time()
     run = flower.start(HERE / "flower_app", config)
     # Looks at the guard too: a run that was ended by it never ends by itself.
@@ -119,7 +121,7 @@ def measured_run(flower: Deployment, sampler: Sampler, options: argparse.Namespa
     if not result["verified"]:
         raise DeploymentError(f"mode {mode}: the averaged model is wrong")
     whole = sampler.between(begin, time.time())
-    rounds = [sampler.between(each["begin"], each["end"]) for each in result["rounds"][1:]]
+    rounds = [sampler.between(each["begin"], each["end"]) for each in result["rounds"][WARM_UP_ROUNDS:]]
     # The ServerApp's peak may lie in the first round, or before it.
     return [each | {"peak_rss_mb": whole["peak_rss_mb"], "min_free_mb": whole["min_free_mb"]} for each in rounds]
 
@@ -178,7 +180,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=float, default=100, help="size of the model in 10^6 bytes (100)")
     parser.add_argument("--clients", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=2, help="counted rounds of each run (2)")
+    parser.add_argument("--rounds", type=int, default=3, help="counted rounds of each run (3)")
     parser.add_argument("--reps", type=int, default=3, help="deployments of each mode (3)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--dtype", choices=("float32", "float16", "float64", "bfloat16"), default="float32",
