@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -31,16 +32,22 @@ class Line:
 
     @classmethod
     def connect(cls, name: str, timeout_s: float) -> "Line":
-        """Connects to the process that listens under ``name``; `OSError` if there is none."""
+        """Connects to the process that listens under ``name``; `OSError` if there is none.
+
+        Anybody on the host may take a name, so another user's process is refused.
+        """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             connection.settimeout(timeout_s)
             connection.connect("\0" + name)
             connection.settimeout(None)
+            line = cls(connection)
+            if line.peer_uid() != os.getuid():
+                raise PermissionError(f"the process that listens as {name} is another user's")
         except OSError:
             connection.close()
             raise
-        return cls(connection)
+        return line
 
     def ask(self, request: dict, fd: int | None = None) -> Message:
         """Sends a request and waits for its answer. The caller closes the descriptor it gets."""
@@ -116,6 +123,7 @@ class Counter:
 
     def __init__(self, name: str, open_desk: Callable[[], Desk]) -> None:
         self._open_desk = open_desk
+        self._closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._listener.bind("\0" + name)
@@ -126,12 +134,17 @@ class Counter:
         threading.Thread(target=self._accept, name="handover", daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return
-            threading.Thread(target=self._serve, args=(Line(connection),), daemon=True).start()
+                # No descriptor is left: whoever ends gives some back. Until then they wait.
+                time.sleep(0.1)
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(Line(connection),), daemon=True).start()
+            except RuntimeError:
+                connection.close()  # No thread is left: the other side hears that it is not served.
 
     def _serve(self, line: Line) -> None:
         desk = self._open_desk()
@@ -153,6 +166,7 @@ class Counter:
 
     def close(self) -> None:
         """Stops to listen; open connections go on."""
+        self._closed = True
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
