@@ -6,6 +6,7 @@ processes it serves (SuperNodes) have ended and no update waits any more.
 """
 
 import os
+import resource
 import select
 import sys
 import tempfile
@@ -126,7 +127,9 @@ class Pool:
             self._promised.append((caller, nbytes))
 
     def _is_crowded(self, caller: str, nbytes: int) -> bool:
-        others = [promised for name, promised in self._promised if name != caller]
+        if any(name == caller for name, _ in self._promised):
+            return False  # Two that are in would wait for each other, with their second models.
+        others = [promised for _, promised in self._promised]
         # What others were let in for and may not have taken yet is not there.
         return bool(others) and self._available_bytes() < nbytes + sum(others) + RESERVE_BYTES
 
@@ -161,8 +164,11 @@ class Pool:
     def outlived(self) -> bool:
         """Whether all watched processes have ended."""
         with self._lock:
-            fds = list(self._watched.values())
-            ended = set(select.select(fds, [], [], 0)[0])
+            # Unlike select, poll takes descriptors of any number.
+            poller = select.poll()
+            for fd in self._watched.values():
+                poller.register(fd, select.POLLIN)
+            ended = {fd for fd, _ in poller.poll(0)}
             for pid, fd in list(self._watched.items()):
                 if fd in ended:
                     os.close(fd)
@@ -233,7 +239,11 @@ def log_to_file() -> None:
     path = os.path.join(tempfile.gettempdir(), f"{name()}.log")
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        file = os.open(path, flags, 0o600)
+        # Another user may have put something there: a pipe would make us wait for its reader.
+        file = os.open(path, flags | os.O_NONBLOCK, 0o600)
+        if os.fstat(file).st_uid != os.getuid():
+            os.close(file)
+            raise PermissionError(f"{path} is another user's")
     except OSError:
         file = os.open(os.devnull, os.O_WRONLY)
     os.dup2(file, 1)
@@ -241,11 +251,18 @@ def log_to_file() -> None:
     os.close(file)
 
 
+def allow_open_files() -> None:
+    """As many as the host allows: each update that waits takes a few."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def main() -> None:
     """Serves until the processes named by PID, and by those who come later, have ended."""
     pool = Pool()
     pool.watch(int(sys.argv[1]))
     log_to_file()
+    allow_open_files()
     try:
         counter = Counter(name(), lambda: Desk(pool))
     except OSError:
