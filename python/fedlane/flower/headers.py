@@ -27,13 +27,17 @@ def header_of(layout: list[Entry]) -> bytes:
 def layout_of(header: bytes) -> list[Entry]:
     """The layout that a header describes. Raises ValueError if its remark is not valid."""
     tensors, text = _core.tensors(header)
-    remark = json.loads(text) if text else {}
-    fortran = set(remark.get("fortran", ()))
+    try:
+        remark = json.loads(text) if text else {}
+        fortran = set(remark.get("fortran", ()))
+        order = list(remark.get("order", [name for name, _, _ in tensors]))
+        is_whole = sorted(order) == sorted(name for name, _, _ in tensors)
+    except (AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"a header's remark is not valid: {error}") from error
     entries = {
         name: Entry(name, dtype + FORTRAN * (name in fortran), tuple(shape))
         for name, dtype, shape in tensors
     }
-    order = remark.get("order", list(entries))
-    if sorted(order) != sorted(entries):
+    if not is_whole:
         raise ValueError("a header's remark orders other tensors than it has")
     return [entries[name] for name in order]
