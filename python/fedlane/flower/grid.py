@@ -241,13 +241,18 @@ class FedlaneGrid(Grid):
         """
         if self._mean is None:
             raise RuntimeError("these replies were not held")
-        layouts = [held.layout for reply in replies if (held := self._held.get(id(reply)))]
-        if any(sorted(layout) != sorted(layouts[0]) for layout in layouts):
+        # Nothing may be under way for it when the updates are received after all.
+        self._mean.close()
+        layouts = [self._layout(reply) for reply in replies]
+        if any(layout != layouts[0] for layout in layouts):
             raise _core.ModelError("the updates have different layouts")
         keys = [self._key(reply) for reply in replies]
         try:
             mean, counted = self._mean.finish(list(zip(keys, weights, strict=True)))
         except _core.ModelError:
+            # Those that are not held are in their replies.
+            held = {each.key for each in self._held.values()}
+            self._server.release(key for key in keys if key not in held)
             raise
         except BaseException:
             self._let_go(replies, keys)
@@ -262,12 +267,14 @@ class FedlaneGrid(Grid):
             held = self._held.pop(id(reply), None)
             try:
                 records = {held.name: self._server.collect(held.key)} if held else {}
-            except _core.FedlaneError as error:
+            except (_core.FedlaneError, ValueError) as error:
                 log(WARNING, "fedlane: the update of node %s is lost: %s",
                     reply.metadata.src_node_id, error)  # fmt: skip
             else:
                 reply.content = tickets.replaced(reply.content, records)
                 here.append(reply)
+            if held:
+                self._server.release([held.key])
         return here
 
     def _let_go(self, replies: list[Message], keys: list[bytes]) -> None:
@@ -275,6 +282,16 @@ class FedlaneGrid(Grid):
         self._server.release(keys)
         for reply in replies:
             self._held.pop(id(reply), None)
+
+    def _layout(self, reply: Message) -> list[Entry]:
+        held = self._held.get(id(reply))
+        if held is not None:
+            return held.layout
+        (record,) = tickets.array_records(reply.content).values()
+        try:
+            return arrays.layout(record)[0]
+        except arrays.NotCarried as error:
+            raise _core.ModelError(str(error)) from error
 
     def _key(self, reply: Message) -> bytes:
         held = self._held.get(id(reply))
@@ -391,7 +408,7 @@ class FedlaneGrid(Grid):
                 name: self._server.collect(tickets.update_key(pending.key, number))
                 for name, number in numbers.items()
             }
-        except _core.FedlaneError as error:
+        except (_core.FedlaneError, ValueError) as error:
             log(WARNING, "fedlane: the update of node %s is lost: %s",
                 reply.metadata.src_node_id, error)  # fmt: skip
             self._forget(pending)
@@ -438,6 +455,8 @@ class FedlaneGrid(Grid):
             pending = self._pending.pop(self._repeated.pop(message_id, message_id), None)
             if pending is not None:
                 self._forget(pending)
+                if pending.held and self._mean is not None:
+                    self._mean.answer(None)
 
     def _forget(self, pending: Pending) -> None:
         if pending.key is not None:
@@ -470,7 +489,8 @@ def addresses(settings: Settings, port: int) -> list[str]:
     """Where clients may find the data port, best first."""
     if settings.advertise:
         host, colon, own_port = settings.advertise.rpartition(":")
-        if colon and own_port.isdigit() and not host.endswith(":"):
+        # Several colons without brackets are an IPv6 address.
+        if colon and own_port.isdigit() and (":" not in host or host.endswith("]")):
             return [settings.advertise]
         return [joined(settings.advertise, port)]
     try:

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
 from flwr.serverapp import Grid, strategy
 
-from fedlane import ModelError
+from fedlane import ModelError, PeerError
 
 from .grid import FedlaneGrid
 
@@ -57,6 +57,10 @@ class FedAvg(strategy.FedAvg):
         except ModelError as error:
             log(WARNING, "fedlane: averaged like Flower does, with all updates here: %s", error)
             return super().aggregate_train(server_round, grid.unhold(valid))
+        except PeerError as error:
+            # As if nobody had replied: the model stays as it is.
+            log(WARNING, "fedlane: this round has no mean, its updates are lost: %s", error)
+            return None, None
         contents = [reply.content for place, reply in enumerate(valid) if place in counted]
         return mean, self.train_metrics_aggr_fn(contents, self.weighted_by_key)
 

@@ -66,8 +66,8 @@ class StreamedMean:
         Without the lost ones; raises `fedlane.PeerError` if all are.
         """
         self.close()
-        # An update without weight changes nothing.
-        weighted = [update for update in wanted if update[1] > 0] or wanted
+        # An update without weight changes nothing. Weights that are none must be refused.
+        weighted = [update for update in wanted if update[1] != 0] or wanted
         if self._added and set(self._added) <= set(weighted):
             rest = [update for update in weighted if update not in self._added]
             rest = [update for update in rest if update[0] not in self._lost]
@@ -76,7 +76,8 @@ class StreamedMean:
                     self._server.add(self._mean, rest)
                 return self._server.finish(self._mean), self._keys(wanted)
             except _core.PeerError as error:
-                self._blame(error)
+                # Not lost yet: the connection may have broken, and here it may be made anew.
+                log(WARNING, "fedlane: the mean is begun anew: %s", error)
         return self._at_once(weighted), self._keys(wanted)
 
     def _at_once(self, wanted: list[Update]) -> ArrayRecord:
@@ -120,7 +121,7 @@ class StreamedMean:
                 self._changed.wait_for(lambda: not self._awaits_more(), _LINGER_S)
                 if self._awaits_more() and self._early:
                     # An update without weight changes nothing.
-                    wave = [update for update in self._queue if update[1] > 0]
+                    wave = [update for update in self._queue if update[1] != 0]
                     self._queue.clear()
                     if wave:
                         return wave
