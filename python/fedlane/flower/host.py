@@ -45,8 +45,14 @@ class Host:
             except OSError:
                 pass  # The server runs on another host.
             else:
-                return lambda: Line.connect(self._order.local, 10.0)
+                return self._connect_to_server
         return connect_to_pool
+
+    def _connect_to_server(self) -> Line:
+        try:
+            return Line.connect(self._order.local, 10.0)
+        except OSError as error:
+            raise Unreachable(f"the server on this host is gone: {error}") from error
 
     def model(self, key: bytes, nbytes: int) -> tuple[bytes, Memory, int]:
         """Header, memory and position of the model on offer under ``key``."""
@@ -59,18 +65,33 @@ class Host:
         return b64decode(answer["header"]), memory, position
 
     def allocate(self, nbytes: int, *, spare: bool = False) -> Memory:
-        """Warm memory for this process to write to; with ``spare``, only if there is plenty."""
-        line = self._connect()
+        """Warm memory for this process to write to; with ``spare``, only if there is plenty.
+
+        Raises MemoryError, whatever the reason: there is other memory.
+        """
+        try:
+            line = self._connect()
+        except Unreachable as error:
+            raise MemoryError(f"no memory of {nbytes} bytes: {error}") from error
         try:
             _, fd = line.ask({"op": "memory", "nbytes": nbytes, "spare": spare})
         except HandoverError as error:
             line.close()
             raise MemoryError(f"no memory of {nbytes} bytes: {error}") from error
-        # The pages are there, and are mapped at once: a third of what single faults cost.
-        mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        memory = Memory.adopt(fd, nbytes, _closer(line), mapping)
+        try:
+            # The pages are there, and are mapped at once: a third of what single faults cost.
+            mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            _closer(line)(fd)
+            raise MemoryError(f"memory of {nbytes} bytes cannot be mapped: {error}") from error
+
+        def close(fd: int) -> None:
+            # First: the number may be another file's as soon as this one is closed.
+            del self._lines[fd]
+            _closer(line)(fd)
+
         self._lines[fd] = line
-        return memory
+        return Memory.adopt(fd, nbytes, close, mapping)
 
     def deposit(self, key: bytes, header: bytes, memory: Memory, position: int) -> None:
         """Leaves an update, which stands in ``memory``, for the server to take."""

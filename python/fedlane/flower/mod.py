@@ -46,7 +46,7 @@ def memory_for(host: Host, content: RecordDict) -> tuple[Arena, Workspace]:
     def allocate(nbytes: int) -> Memory:
         try:
             return host.allocate(nbytes)
-        except (MemoryError, Unreachable, OSError) as error:
+        except MemoryError as error:
             log(WARNING, "fedlane: %s", error)
             return Memory.create(nbytes, sparse=True)
 

@@ -183,11 +183,13 @@ class Server:
 
     def _insist(self, transfer: Callable[[], _core.Parcel]) -> _core.Parcel:
         """Tries again while the client comes back: a connection may break without its end."""
-        until = time.monotonic() + self.patience_s
+        until = None
         while True:
             try:
                 return transfer()
             except _core.PeerError:
+                # From the first break on: until then it may have gone well for long.
+                until = until or time.monotonic() + self.patience_s
                 if time.monotonic() > until:
                     raise
 
