@@ -267,7 +267,8 @@ def main() -> None:
         counter = Counter(name(), lambda: Desk(pool))
     except OSError:
         return  # Another pool was faster, and serves everyone.
-    while not pool.outlived() or pool.waiting():
+    # In this order: each look lets go of the updates that are over.
+    while pool.waiting() or not pool.outlived():
         pool.save_memory()
         time.sleep(0.25)
     counter.close()
