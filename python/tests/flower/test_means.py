@@ -16,7 +16,9 @@ from fedlane.handover import Counter, Line
 
 
 @pytest.fixture
-def grid():
+def grid(monkeypatch):
+    # It would stay so for the tests that measure memory.
+    monkeypatch.setattr("fedlane.flower.grid.keep_freed_memory", lambda: None)
     context = Context(1, 1, {}, RecordDict(), {"fedlane.host": "127.0.0.1", "fedlane.deadline-s": 5.0})
     return FedlaneGrid(object(), context)
 
@@ -76,7 +78,11 @@ def test_a_round_whose_updates_are_lost_changes_nothing(grid, monkeypatch):
     assert fed_avg.aggregate_train(1, [reply({"a": ONES})]) == (None, None)
 
 
-@pytest.mark.parametrize("remark", ["[1]", '{"order": 5}', '{"order": [1, "a"]}', '{"fortran": [[1]]}', "[" * 5000, "x"])
+@pytest.mark.parametrize(
+    "remark",
+    ["[1]", '{"order": 5}', '{"order": [1, "a"]}', '{"fortran": [[1]]}', "[" * 5000, "x"],
+    ids=["list", "order", "mixed", "fortran", "deep", "text"],
+)
 def test_a_header_whose_remark_is_no_remark(remark):
     with pytest.raises(ValueError):
         layout_of(_core.header([("a", "float32", [2])], remark))
