@@ -85,13 +85,14 @@ class Pool:
     ) -> None:
         try:
             parcel = _core.fetch(address, caller, key, self.memory, deadline_s)
-            model.set_result(parcel)
-            # The next model comes while this one is still in use.
-            warm(self.memory, parcel.nbytes, 1)
         except Exception as error:  # noqa: BLE001: whoever waits must hear of it
             with self._lock:
                 del self._models[key]
             model.set_exception(error)
+            return
+        model.set_result(parcel)
+        # The next model comes while this one is still in use.
+        warm(self.memory, parcel.nbytes, 1)
         with self._lock:
             self._forget(MODELS_KEPT)
             self._lock.notify_all()

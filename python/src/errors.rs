@@ -31,6 +31,12 @@ create_exception!(
 );
 create_exception!(
     fedlane,
+    GoneError,
+    PeerError,
+    "A client that was awaited did not come: asking again would be in vain."
+);
+create_exception!(
+    fedlane,
     OutOfMemory,
     FedlaneError,
     "The host or its cgroup has no memory for a region. Raised before anything is taken."
@@ -42,6 +48,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("FedlaneError", py.get_type::<FedlaneError>())?;
     module.add("ModelError", py.get_type::<ModelError>())?;
     module.add("PeerError", py.get_type::<PeerError>())?;
+    module.add("GoneError", py.get_type::<GoneError>())?;
     module.add("OutOfMemory", py.get_type::<OutOfMemory>())
 }
 
@@ -150,6 +157,7 @@ impl IntoPyErr for ExchangeError {
             | ExchangeError::Closed
             | ExchangeError::Twice { .. }
             | ExchangeError::Nobody => FedlaneError::new_err(text),
+            ExchangeError::Missing { .. } => GoneError::new_err(text),
             _ => PeerError::new_err(text),
         };
         if let Some(secret) = culprit {

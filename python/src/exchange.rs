@@ -221,16 +221,16 @@ impl Exchange {
         Pool(self.0.pool().clone())
     }
 
-    fn offer(&self, key: [u8; 32], model: &Parcel) {
-        self.0.offer(secret(key), model.0.clone());
+    fn offer(&self, py: Python<'_>, key: [u8; 32], model: &Parcel) {
+        py.detach(|| self.0.offer(secret(key), model.0.clone()));
     }
 
-    fn expect(&self, key: [u8; 32]) {
-        self.0.expect(secret(key));
+    fn expect(&self, py: Python<'_>, key: [u8; 32]) {
+        py.detach(|| self.0.expect(secret(key)));
     }
 
-    fn release(&self, key: [u8; 32]) {
-        self.0.release(secret(key));
+    fn release(&self, py: Python<'_>, key: [u8; 32]) {
+        py.detach(|| self.0.release(secret(key)));
     }
 
     fn has_met(&self, name: &str) -> bool {

@@ -99,19 +99,19 @@ CHUNK = np.array([1.0, 2.0], "<f4").tobytes()
 
 
 def digest():
-    _, _, header = join()
+    _, _, header, _ = join()
     hasher = blake3.blake3(derive_key_context="fedlane 2026 model digest")
     hasher.update(layout_digest(header) + u64(262_144) + u64(chunk_sum(CHUNK)))
     return hasher.digest()
 
 
 def join():
-    return read("client-message-0-join", "text", "f64", "text")
+    return read("client-message-0-join", "text", "f64", "text", 16)
 
 
 def plan():
-    fields = read("aggregator-message-0-plan", 16, "varint", 32, *["varint"] * 4)
-    names = "session client ticket streams chunk_bytes rounds deadline_ms".split()
+    fields = read("aggregator-message-0-plan", 16, "varint", 32, *["varint"] * 4, "text")
+    names = "session client ticket streams chunk_bytes rounds deadline_ms header".split()
     return dict(zip(names, fields, strict=True))
 
 
@@ -126,7 +126,7 @@ def plan():
     ],
 )
 def test_preambles(name, channel, answer):
-    assert struct.unpack("<8sHBB", EXAMPLES[name]) == (b"fedlane\0", 1, channel, answer)
+    assert struct.unpack("<8sHBB", EXAMPLES[name]) == (b"fedlane\0", 2, channel, answer)
 
 
 def test_the_ticket_proves_the_data_hello():
@@ -136,14 +136,15 @@ def test_the_ticket_proves_the_data_hello():
 
 
 def test_join():
-    name, count, header = join()
-    assert (name, count) == ("site-a", 600.0)
+    name, count, header, place = join()
+    assert (name, count, place) == ("site-a", 600.0, bytes(16))
     assert json.loads(header) == {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 
 
 def test_plan():
     numbers = [plan()[name] for name in ("streams", "chunk_bytes", "rounds", "deadline_ms")]
     assert numbers == [4, 262_144, 300, 30_000]
+    assert plan()["header"] == ""
 
 
 @pytest.mark.parametrize("side", ["client", "aggregator"])

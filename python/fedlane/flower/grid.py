@@ -63,6 +63,8 @@ class Settings:
                 options = ", ".join(f"fedlane.{name}" for name in known)
                 raise ValueError(f"run configuration: there is no key {key!r}; there are {options}")
             found[known[name]] = value
+            if name in ("required", "same-host") and not isinstance(value, bool) and value != "":
+                raise ValueError(f"run configuration: {key} is {value!r}, not true or false")
         settings = cls(**found)
         if settings.order not in ("arrival", "client"):
             raise ValueError(f"run configuration: fedlane.order is {settings.order!r}, not arrival or client")

@@ -187,6 +187,8 @@ class Server:
         while True:
             try:
                 return transfer()
+            except _core.GoneError:
+                raise
             except _core.PeerError:
                 # From the first break on: until then it may have gone well for long.
                 until = until or time.monotonic() + self.patience_s

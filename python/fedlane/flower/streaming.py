@@ -75,6 +75,8 @@ class StreamedMean:
                 if rest:
                     self._server.add(self._mean, rest)
                 return self._server.finish(self._mean), self._keys(wanted)
+            except _core.GoneError as error:
+                self._blame(error)
             except _core.PeerError as error:
                 # Not lost yet: the connection may have broken, and here it may be made anew.
                 log(WARNING, "fedlane: the mean is begun anew: %s", error)
