@@ -76,7 +76,9 @@ with join(a, "b", progress=ready) as client:
 def test_ctrl_c(call):
     command = [sys.executable, "-c", START + CALLS[call]]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as process:
+    # Whoever runs the tests in the background may have it ignored.
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+    with subprocess.Popen(command, preexec_fn=heed, **pipes) as process:
         try:
             assert process.stdout.readline() == "ready\n", process.communicate()[1]
             process.send_signal(signal.SIGINT)
