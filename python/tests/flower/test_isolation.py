@@ -13,6 +13,10 @@ pytest.importorskip("fedlane.flower")
 FEDLANE = {"fedlane": True, "fedlane.required": True, "clients": 2}
 
 
+# Other deployments of the same tests have pools too.
+OWN_POOL = {"FEDLANE_TEST_POOL": f"fedlane-test-isolation-{os.getpid()}"}
+
+
 def pools(flower: Deployment) -> list[int]:
     return [each.pid for each in flower.processes() if "fedlane.pool" in each.command]
 
@@ -43,7 +47,7 @@ def test_ipv6():
 
 
 def test_superexecs_of_their_own():
-    with Deployment(clients=2, isolation="process") as flower:
+    with Deployment(clients=2, isolation="process", env=OWN_POOL) as flower:
         for again in (1, 2):
             result = finished(flower.run(APPS / "actors", FEDLANE | {"streaming": again == 2}, timeout_s=60))
             assert_exact_mean(result, 3)
@@ -54,7 +58,7 @@ def test_superexecs_of_their_own():
 
 @pytest.mark.long
 def test_the_pool_ends_with_the_last_superexec():
-    with Deployment(clients=2, isolation="process") as flower:
+    with Deployment(clients=2, isolation="process", env=OWN_POOL) as flower:
         assert_exact_mean(finished(flower.run(APPS / "actors", FEDLANE, timeout_s=60)), 3)
         # In order of their start: the server's, and one for each client.
         _, *superexecs = sorted(each.pid for each in flower.processes("superexec"))

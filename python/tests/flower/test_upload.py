@@ -37,13 +37,12 @@ def killed(mode: str, victims, **config: object) -> dict:
 def test_a_pool_killed_in_mid_upload(mode):
     """Its update is lost: whoever was not received whole is not in the mean."""
     result = killed(mode, lambda flower: flower.pools(1))
+    # Flower delivered the reply. Whether it comes as an error depends on when the pool was killed.
+    assert counted(result) in ([[0, 2]], [[0, 1, 2]])
     if mode == "streaming":
-        # Flower delivered the reply; the mean says who is in it.
-        assert counted(result) == [[0, 1, 2]]
         assert result["least"] == result["most"] == (1 + 4) / 2
     else:
         assert_mean_of_counted(result)
-        assert counted(result) in ([[0, 2]], [[0, 1, 2]])
 
 
 @ANY_MODE
