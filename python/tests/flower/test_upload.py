@@ -22,7 +22,9 @@ def killed(mode: str, victims, **config: object) -> dict:
     pytest.importorskip("fedlane.flower")
     with Proxy(RATE) as proxy, Deployment(clients=3, own_pools=True) as flower:
         run = flower.start(APPS / "faults", CONFIG | switches(mode) | proxy.run_config | config)
-        assert wait_until(lambda: proxy.uploaded > UPDATE_BYTES / 4, 90), flower.logs()
+        # The victim may be the last to begin.
+        ready = lambda: proxy.uploaded > UPDATE_BYTES / 4 and victims(flower)  # noqa: E731
+        assert wait_until(ready, 90), flower.logs()
         found = victims(flower)
         assert found, "there is nobody to kill"
         for pid in found:
