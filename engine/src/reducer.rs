@@ -33,6 +33,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::error::ReducerError;
 use crate::limits::{ACCUMULATOR_ALIGN_BYTES, MIN_WEIGHT_SHARE};
+use crate::manifest::Manifest;
 use kernels::{Add, Bf16, Bool, Element, F16, Finish, First, Last, Only, Scale, ScaleAdd};
 
 pub use kernels::{Level, store_past_cache};
@@ -549,6 +550,17 @@ impl AccumulatorLayout {
             layout.push(dtype, data)?;
         }
         Ok(layout)
+    }
+
+    /// Lays out the sums of a model.
+    ///
+    /// # Errors
+    /// As [`AccumulatorLayout::new`]; a dtype that is not averaged is named with its tensor.
+    pub fn of(manifest: &Manifest) -> Result<AccumulatorLayout, ReducerError> {
+        for tensor in manifest.tensors() {
+            accumulator(&tensor.name, tensor.dtype)?;
+        }
+        Self::new(manifest.runs().iter().map(|run| (run.dtype, run.range.clone())))
     }
 
     fn push(&mut self, dtype: Dtype, data: Range<u64>) -> Result<(), ReducerError> {

@@ -31,6 +31,16 @@ def name() -> str:
     return f"fedlane-pool-{os.getuid()}-{_core.__version__}"
 
 
+def parcel_of(request: dict, fd: int | None, lease: _core.Memory | None) -> _core.Parcel:
+    """The update of a request: in the file that came with it, or in memory that was lent."""
+    header, position = b64decode(request["header"]), request["position"]
+    if fd is not None:
+        return _core.Parcel.adopt(header, fd, position)
+    if lease is not None:
+        return _core.Parcel.within(header, lease, position)
+    raise ValueError("an update came without its memory")
+
+
 def warm(memory: _core.Pool, nbytes: int, count: int) -> None:
     """Prepares memory that will soon be wanted, on a thread, if the host has plenty."""
 
@@ -216,13 +226,7 @@ class Desk:
         return {}, self._lease.fileno()
 
     def _deposit(self, request: dict, fd: int | None) -> Message:
-        header, position = b64decode(request["header"]), request["position"]
-        if fd is not None:
-            parcel = _core.Parcel.adopt(header, fd, position)
-        elif self._lease is not None:
-            parcel = _core.Parcel.within(header, self._lease, position)
-        else:
-            raise ValueError("an update came without its memory")
+        parcel = parcel_of(request, fd, self._lease)
         key, address = b64decode(request["key"]), request["address"]
         self._pool.deposit(key, address, request["name"], parcel, request["deadline_s"])
         return {}, None

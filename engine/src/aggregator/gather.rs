@@ -19,7 +19,7 @@ use crate::error::{AggregatorError, Fault, ReducerError};
 use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::{Meter, Phase};
-use crate::reducer::{self, AccumulatorLayout, Weights};
+use crate::reducer::{AccumulatorLayout, Weights};
 use crate::signal::Signal;
 use crate::sink::mean::TileMemory;
 use crate::sums::SumTable;
@@ -70,7 +70,7 @@ pub(super) fn tell_all(peers: &[Peer], reason: &str) {
     }
 }
 
-/// Where the sums of this model go; an error names the tensor whose dtype has no mean.
+/// Where the sums of this model go, if there is a mean.
 fn accumulator_layout(
     config: &AggregatorConfig,
     manifest: &Manifest,
@@ -78,11 +78,7 @@ fn accumulator_layout(
     if matches!(config.averaging, Averaging::Keep | Averaging::Checksum | Averaging::Discard) {
         return Ok(None);
     }
-    for tensor in manifest.tensors() {
-        reducer::accumulator(&tensor.name, tensor.dtype)?;
-    }
-    let runs = manifest.runs().iter().map(|run| (run.dtype, run.range.clone()));
-    Ok(Some(AccumulatorLayout::new(runs)?))
+    Ok(Some(AccumulatorLayout::of(manifest)?))
 }
 
 struct Gathering {

@@ -26,7 +26,7 @@ pub fn average(
     let manifest = common_manifest(updates)?;
     let weights: Vec<f64> = updates.iter().map(|(_, weight)| *weight).collect();
     let weights = Weights::new(&weights)?;
-    let layout = accumulator_layout(&manifest)?;
+    let layout = AccumulatorLayout::of(&manifest)?;
     let chunks = manifest.chunks(limits::CHUNK_BYTES)?;
     let mut region = pool.take(manifest.data_bytes())?;
     let mut sums = vec![0; chunks.len()];
@@ -48,7 +48,7 @@ pub(super) fn finish(
     weights: &Weights,
     pool: &Arc<RegionPool>,
 ) -> Result<Parcel, ExchangeError> {
-    let layout = accumulator_layout(&manifest)?;
+    let layout = AccumulatorLayout::of(&manifest)?;
     let chunks = manifest.chunks(limits::CHUNK_BYTES)?;
     let mut checks = vec![0; chunks.len()];
     if layout.is_in_place() {
@@ -94,15 +94,6 @@ fn finish_chunk(
     finished.map_err(|error| LaneError::peer(0, SinkError::from(error)))?;
     *check = chunk_sum(mean);
     Ok(())
-}
-
-/// Where the sums of this model go; an error names the tensor whose dtype has no mean.
-pub(super) fn accumulator_layout(manifest: &Manifest) -> Result<AccumulatorLayout, ReducerError> {
-    for tensor in manifest.tensors() {
-        reducer::accumulator(&tensor.name, tensor.dtype)?;
-    }
-    let runs = manifest.runs().iter().map(|run| (run.dtype, run.range.clone()));
-    AccumulatorLayout::new(runs)
 }
 
 /// Cuts a model and the checksums of its chunks into lanes, and works on each on its own thread.

@@ -136,7 +136,9 @@ class FedlaneGrid(Grid):
 
     def __getattr__(self, name: str) -> Any:
         # What a version of Flower has beyond the Grid of this one.
-        return getattr(self.__dict__["_grid"], name)
+        if name == "_grid":
+            raise AttributeError(name)  # Copied or unpickled, before there is one.
+        return getattr(self._grid, name)
 
     def set_run(self, run: Any) -> None:
         """See `flwr.serverapp.Grid`."""

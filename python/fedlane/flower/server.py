@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from flwr.app import ArrayRecord
 
-from fedlane import _core
+from fedlane import _core, pool
 from fedlane.handover import Counter, Message
-from fedlane.pool import warm
 
 from . import arrays, tickets
 from .headers import header_of, layout_of
@@ -71,7 +70,7 @@ class Server:
         A strategy may still hold the last round's.
         """
         if self._offers and replies:
-            warm(self.exchange.pool, self._offers[-1].parcel.nbytes, replies)
+            pool.warm(self.exchange.pool, self._offers[-1].parcel.nbytes, replies)
 
     def allocate(self, nbytes: int) -> Memory:
         """Memory for new arrays: what models of earlier rounds stood in, where there is some."""
@@ -237,7 +236,8 @@ class Desk:
             if request["op"] == "model":
                 return self._hand_over(key)
             if request["op"] == "deposit":
-                self._server.take_over(key, self._update(request, fd))
+                update = pool.parcel_of(request, fd, self._lease)
+                self._server.take_over(key, update)
                 return {}, None
             raise ValueError(f"the server knows no {request['op']!r}")
         finally:
@@ -249,14 +249,6 @@ class Desk:
         self._model = self._server.offered(key)
         header = b64encode(self._model.header).decode()
         return {"header": header, "position": self._model.position}, self._model.fileno()
-
-    def _update(self, request: dict, fd: int | None) -> _core.Parcel:
-        header, position = b64decode(request["header"]), request["position"]
-        if fd is not None:
-            return _core.Parcel.adopt(header, fd, position)
-        if self._lease is not None:
-            return _core.Parcel.within(header, self._lease, position)
-        raise ValueError("an update came without its memory")
 
     def close(self) -> None:
         """The client needs the memory no more."""
