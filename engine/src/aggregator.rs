@@ -4,7 +4,7 @@ pub(crate) mod door;
 mod gather;
 mod round;
 
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
@@ -12,7 +12,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::control::{self, Congestion, Heartbeat, Writer};
+use crate::channel::DataChannel;
+use crate::control::{self, Congestion, ControlChannel, Heartbeat, Reader, Writer};
 use crate::error::{AggregatorError, ControlError, Fault, LaneError, ProtocolError};
 use crate::lane::receive::{ChunkBuffers, Order};
 use crate::limits;
@@ -102,7 +103,7 @@ pub(crate) enum Event {
     Stream {
         client: u32,
         stream: u32,
-        socket: TcpStream,
+        channel: DataChannel,
     },
     Message {
         client: usize,
@@ -123,7 +124,7 @@ pub(crate) enum Event {
 
 /// A client that wants to join.
 pub(crate) struct Joined {
-    pub socket: TcpStream,
+    pub channel: ControlChannel,
     pub address: SocketAddr,
     pub name: String,
     pub examples: f64,
@@ -179,8 +180,8 @@ impl Aggregator {
             Visit::Join(client) if client.place == Secret::OPEN.place() => {
                 drop(joined.send(Event::Joined(client)));
             }
-            Visit::Join(client) => refuse(&client.socket, "there is no such place here"),
-            Visit::Call { socket, .. } => refuse(&socket, "there is no such place here"),
+            Visit::Join(client) => refuse(&client.channel, "there is no such place here"),
+            Visit::Call { channel, .. } => refuse(&channel, "there is no such place here"),
         });
         let door = Door::open(listener, config.congestion.clone(), welcome).map_err(listen)?;
         let (door, pool) = (Arc::new(door), Arc::default());
@@ -278,7 +279,7 @@ struct Peer {
     writer: Arc<Writer>,
     shared: Arc<PeerShared>,
     reader: Option<JoinHandle<()>>,
-    streams: Vec<TcpStream>,
+    streams: Vec<DataChannel>,
     ticket: Ticket,
     /// The ticket, bound to what the client joined with.
     key: Ticket,
@@ -435,9 +436,9 @@ impl Sizes {
 }
 
 /// Reads one client's control channel until it ends.
-fn read_client(mut socket: TcpStream, client: usize, shared: &PeerShared, events: &Sender<Event>) {
+fn read_client(mut reader: Reader, client: usize, shared: &PeerShared, events: &Sender<Event>) {
     loop {
-        let event = match control::read_message(&mut socket, limits::MAX_FRAME_BYTES) {
+        let event = match reader.read(limits::MAX_FRAME_BYTES) {
             Ok(message) => match note(message, shared) {
                 Ok(None) => continue,
                 Ok(Some(message)) => Event::Message { client, message },

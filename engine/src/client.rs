@@ -2,7 +2,7 @@
 //! model.
 
 use std::collections::VecDeque;
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{SocketAddr, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::control::{self, Congestion, Heartbeat, Writer, printable};
+use crate::channel::DataChannel;
+use crate::control::{self, Congestion, ControlChannel, Heartbeat, Reader, Writer, printable};
 use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError};
 use crate::lane::receive::{ChunkBuffers, Incoming, Order, Shared, receive};
 use crate::lane::send::{Announce, Outgoing, send};
@@ -91,7 +92,7 @@ pub struct Client {
     signals: Vec<Arc<Signal>>,
     /// Of each lane, which holds the lock while it receives.
     buffers: Vec<Mutex<ChunkBuffers>>,
-    streams: Vec<TcpStream>,
+    streams: Vec<DataChannel>,
     writer: Arc<Writer>,
     shared: Arc<ClientShared>,
     events: Receiver<Event>,
@@ -225,11 +226,10 @@ impl Client {
             .peer_addr()
             .map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
         let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
-        socket.set_read_timeout(Some(config.deadline))?;
-        let writer = Arc::new(Writer::new(&socket, config.deadline)?);
-        canceller.watch(&writer)?;
         control::write_fixed(&mut socket, &Preamble::new(Channel::Control))
             .map_err(|error| at(error.into()))?;
+        let ControlChannel { mut reader, writer } = ControlChannel::new(socket, config.deadline)?;
+        canceller.watch(&writer)?;
         let join = ClientMessage::Join {
             name: config.name.clone(),
             examples: config.examples,
@@ -238,7 +238,7 @@ impl Client {
         };
         writer.send(&join).map_err(at)?;
         let join_frame = frame::encode(&join).map_err(|error| at(error.into()))?;
-        let answer: Preamble = control::read_fixed(&mut socket).map_err(at)?;
+        let answer: Preamble = reader.read_fixed().map_err(at)?;
         answer.channel().map_err(|error| at(error.into()))?;
         canceller.state().answered = true;
 
@@ -248,7 +248,7 @@ impl Client {
         };
         // The plan says the aggregator's deadline; until then it may be any.
         let early = beat(limits::MIN_DEADLINE)?;
-        let plan = await_plan(&mut socket, address)?;
+        let plan = await_plan(&mut reader, address)?;
         let key = bind_ticket(&plan.ticket, &config.secret, &join_frame);
         let manifest = match manifest {
             Some(manifest) => manifest.clone(),
@@ -261,18 +261,18 @@ impl Client {
         let deadline = Duration::from_millis(plan.deadline_ms);
         let heartbeat = beat(deadline)?;
         drop(early);
-        socket.set_read_timeout(Some(deadline))?;
+        reader.set_deadline(deadline)?;
         let streams = open_streams(address, &plan, &key, &config)
-            .map_err(|error| last_words(&mut socket, address, error))?;
+            .map_err(|error| last_words(&mut reader, address, error))?;
 
         let shared = Arc::new(ClientShared::default());
         // Nothing else sets it.
         let _ = shared.sums.set(SumTable::new(&prepared.lanes, &prepared.signals));
         let (sender, events) = mpsc::channel();
         let (inside, out) = (shared.clone(), sender.clone());
-        let reader = std::thread::Builder::new()
+        let thread = std::thread::Builder::new()
             .name("control".into())
-            .spawn(move || read_aggregator(socket, &inside, &out))?;
+            .spawn(move || read_aggregator(reader, &inside, &out))?;
         Ok(Client {
             address,
             config,
@@ -287,7 +287,7 @@ impl Client {
             shared,
             events,
             sender,
-            reader: Some(reader),
+            reader: Some(thread),
             early: VecDeque::new(),
             phases: Vec::new(),
             _heartbeat: heartbeat,
@@ -382,9 +382,9 @@ impl Client {
         sums_unknown: bool,
     ) -> Result<Vec<impl FnOnce() -> Result<(), LaneError> + Send + 's>, LaneError> {
         let mut lanes = Vec::new();
-        for (lane, socket) in self.streams.iter().enumerate() {
+        for (lane, channel) in self.streams.iter().enumerate() {
             // No deadline: an aggregator that lives may have reasons to read others first.
-            let stream = Outgoing::new(0, socket, kind, &self.shared.sent, None)?;
+            let stream = Outgoing::new(0, channel, kind, &self.shared.sent, None)?;
             let (chunks, range, signal) =
                 (&self.chunks, self.lanes[lane].clone(), &self.signals[lane]);
             let writer = &self.writer;
@@ -445,8 +445,8 @@ impl Client {
             }
         };
         self.early.extend(early);
-        for socket in &self.streams {
-            control::refuse_more(socket).map_err(|error| self.transfer_error(error))?;
+        for channel in &self.streams {
+            channel.refuse_more().map_err(|error| self.transfer_error(error))?;
         }
         if self.received_digest() != digest {
             return Err(ClientError::Digest { address: self.address.to_string() });
@@ -481,8 +481,8 @@ impl Client {
         let mut lanes = Vec::new();
         for (lane, mut sink) in sinks.into_iter().enumerate() {
             let shared = Shared { sums: table.stream(lane), began, moved: &self.shared.came };
-            let socket = &self.streams[lane];
-            let stream = Incoming::new(0, socket, self.config.receive_path, shared, deadline)?;
+            let channel = &self.streams[lane];
+            let stream = Incoming::new(0, channel, self.config.receive_path, shared, deadline)?;
             let (chunks, range, signal) =
                 (&self.chunks, self.lanes[lane].clone(), &self.signals[lane]);
             let buffers = &self.buffers[lane];
@@ -653,10 +653,10 @@ impl Drop for Client {
 }
 
 /// The plan comes when the last client has joined; until then only signs of life do.
-fn await_plan(socket: &mut TcpStream, address: SocketAddr) -> Result<Plan, ClientError> {
+fn await_plan(reader: &mut Reader, address: SocketAddr) -> Result<Plan, ClientError> {
     let address = address.to_string();
     loop {
-        match control::read_message(socket, limits::MAX_FRAME_BYTES) {
+        match reader.read(limits::MAX_FRAME_BYTES) {
             Ok(AggregatorMessage::Alive) => {}
             Ok(AggregatorMessage::Plan(plan)) => return Ok(plan),
             Ok(AggregatorMessage::Failed { reason }) => {
@@ -674,13 +674,13 @@ fn await_plan(socket: &mut TcpStream, address: SocketAddr) -> Result<Plan, Clien
 
 /// A data channel that cannot be opened is often only the first sign that the session has ended:
 /// the control channel says why.
-fn last_words(socket: &mut TcpStream, address: SocketAddr, error: ClientError) -> ClientError {
-    if socket.set_read_timeout(Some(limits::LAST_WORDS)).is_err() {
+fn last_words(reader: &mut Reader, address: SocketAddr, error: ClientError) -> ClientError {
+    if reader.set_deadline(limits::LAST_WORDS).is_err() {
         return error;
     }
     let patience = Instant::now() + limits::LAST_WORDS;
     while Instant::now() < patience {
-        match control::read_message(socket, limits::MAX_FRAME_BYTES) {
+        match reader.read(limits::MAX_FRAME_BYTES) {
             Ok(AggregatorMessage::Failed { reason }) => {
                 let (address, reason) = (address.to_string(), printable(&reason));
                 return ClientError::Ended { address, reason };
@@ -726,7 +726,7 @@ fn open_streams(
     plan: &Plan,
     key: &Ticket,
     config: &ClientConfig,
-) -> Result<Vec<TcpStream>, ClientError> {
+) -> Result<Vec<DataChannel>, ClientError> {
     (0..plan.streams).map(|stream| open_stream(address, plan, key, config, stream)).collect()
 }
 
@@ -736,7 +736,7 @@ fn open_stream(
     key: &Ticket,
     config: &ClientConfig,
     stream: u32,
-) -> Result<TcpStream, ClientError> {
+) -> Result<DataChannel, ClientError> {
     let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
     let deadline = Duration::from_millis(plan.deadline_ms);
     let mut socket = control::dial(address, &config.congestion, deadline)
@@ -755,8 +755,7 @@ fn open_stream(
             return Err(ClientError::Refused { address, stream, answer });
         }
     }
-    socket.set_nonblocking(true)?;
-    Ok(socket)
+    Ok(DataChannel::new(socket)?)
 }
 
 fn sums_message(stream: usize) -> impl Fn(Vec<crate::wire::message::WireSum>) -> ClientMessage {
@@ -764,9 +763,9 @@ fn sums_message(stream: usize) -> impl Fn(Vec<crate::wire::message::WireSum>) ->
 }
 
 /// Reads the aggregator's control channel until it ends.
-fn read_aggregator(mut socket: TcpStream, shared: &ClientShared, events: &Sender<Event>) {
+fn read_aggregator(mut reader: Reader, shared: &ClientShared, events: &Sender<Event>) {
     loop {
-        let event = match control::read_message(&mut socket, limits::MAX_FRAME_BYTES) {
+        let event = match reader.read(limits::MAX_FRAME_BYTES) {
             Ok(AggregatorMessage::Alive) => continue,
             Ok(AggregatorMessage::Sums { stream, sums }) => {
                 let table = shared.sums.get().expect("set when joining");

@@ -15,7 +15,7 @@ use serde::de::DeserializeOwned;
 use socket2::{Domain, Protocol, Socket, Type};
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::error::{ControlError, TransferError};
+use crate::error::ControlError;
 use crate::limits;
 use crate::wire::frame;
 use crate::wire::message::WireSum;
@@ -79,35 +79,80 @@ impl Writer {
     }
 }
 
-/// Reads one message of at most `limit` bytes. Silence for longer than the socket's read timeout
-/// is an error.
-pub fn read_message<T: DeserializeOwned>(
-    socket: &mut TcpStream,
-    limit: u64,
-) -> Result<T, ControlError> {
-    let bytes = read_length(socket, limit)?;
-    read_body(socket, bytes)
+/// The receiving half of a control channel.
+pub struct Reader {
+    socket: TcpStream,
 }
 
-/// Reads how many bytes the next message has, at most `limit`.
-pub fn read_length(socket: &mut TcpStream, limit: u64) -> Result<u64, ControlError> {
-    let mut prefix = [0; frame::LENGTH_BYTES];
-    read_exact(socket, &mut prefix)?;
-    Ok(frame::length(prefix, limit)?)
-}
-
-/// Reads a message of so many bytes.
-pub fn read_body<T: DeserializeOwned>(
-    socket: &mut TcpStream,
-    bytes: u64,
-) -> Result<T, ControlError> {
-    // Grows with what really comes, not with what was announced.
-    let mut message = Vec::new();
-    socket.take(bytes).read_to_end(&mut message).map_err(silence)?;
-    if (message.len() as u64) < bytes {
-        return Err(ControlError::Closed);
+impl Reader {
+    /// Takes the receiving half of a socket behind its preambles.
+    pub fn new(socket: TcpStream) -> Reader {
+        Reader { socket }
     }
-    Ok(frame::decode(&message)?)
+
+    /// Silence for longer than `deadline` is an error from now on.
+    pub fn set_deadline(&self, deadline: Duration) -> io::Result<()> {
+        self.socket.set_read_timeout(Some(deadline))
+    }
+
+    /// Reads a preamble.
+    pub fn read_fixed<T: FromBytes + IntoBytes>(&mut self) -> Result<T, ControlError> {
+        read_fixed(&mut self.socket)
+    }
+
+    /// Reads one message of at most `limit` bytes.
+    pub fn read<T: DeserializeOwned>(&mut self, limit: u64) -> Result<T, ControlError> {
+        let bytes = self.read_length(limit)?;
+        self.read_body(bytes)
+    }
+
+    /// Reads how many bytes the next message has, at most `limit`.
+    pub fn read_length(&mut self, limit: u64) -> Result<u64, ControlError> {
+        let mut prefix = [0; frame::LENGTH_BYTES];
+        read_exact(&mut self.socket, &mut prefix)?;
+        Ok(frame::length(prefix, limit)?)
+    }
+
+    /// Reads a message of so many bytes.
+    pub fn read_body<T: DeserializeOwned>(&mut self, bytes: u64) -> Result<T, ControlError> {
+        // Grows with what really comes, not with what was announced.
+        let mut message = Vec::new();
+        (&mut self.socket).take(bytes).read_to_end(&mut message).map_err(silence)?;
+        if (message.len() as u64) < bytes {
+            return Err(ControlError::Closed);
+        }
+        Ok(frame::decode(&message)?)
+    }
+}
+
+/// Both halves of a control channel that has been opened.
+pub struct ControlChannel {
+    /// What comes.
+    pub reader: Reader,
+    /// What goes.
+    pub writer: Arc<Writer>,
+}
+
+impl ControlChannel {
+    /// Takes over a socket behind its preambles. A peer that is silent, or does not read, for
+    /// `deadline` is an error.
+    pub fn new(socket: TcpStream, deadline: Duration) -> io::Result<ControlChannel> {
+        let writer = Arc::new(Writer::new(&socket, deadline)?);
+        let reader = Reader::new(socket);
+        reader.set_deadline(deadline)?;
+        Ok(ControlChannel { reader, writer })
+    }
+
+    /// Gives the peer another deadline, to say something and to take what is said.
+    pub fn set_deadline(&self, deadline: Duration) -> io::Result<()> {
+        self.socket().set_write_timeout(Some(deadline))?;
+        self.reader.set_deadline(deadline)
+    }
+
+    /// The connection itself.
+    pub(crate) fn socket(&self) -> &TcpStream {
+        &self.reader.socket
+    }
 }
 
 /// Sends a preamble or hello.
@@ -239,16 +284,6 @@ fn start_congestion(socket: BorrowedFd<'_>, congestion: &Congestion) -> io::Resu
             let _ = UNPACED.iter().any(|name| sockopt::set_tcp_congestion(socket, name).is_ok());
             Ok(())
         }
-    }
-}
-
-/// Fails if more bytes came on a data channel than were agreed: they would be taken for the
-/// beginning of the next model. The socket must not block.
-pub fn refuse_more(socket: &TcpStream) -> Result<(), TransferError> {
-    match socket.peek(&mut [0]) {
-        Ok(1..) => Err(TransferError::TooMuch),
-        // A channel that has ended is found by whoever uses it next.
-        _ => Ok(()),
     }
 }
 

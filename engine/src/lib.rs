@@ -10,6 +10,7 @@
 #![warn(missing_docs)]
 
 pub mod aggregator;
+pub mod channel;
 pub mod client;
 pub mod control;
 pub mod error;

@@ -11,7 +11,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::{Event, Joined};
-use crate::control::{self, Congestion, printable};
+use crate::channel::DataChannel;
+use crate::control::{self, Congestion, ControlChannel, printable};
 use crate::error::{ControlError, DoorError};
 use crate::limits;
 use crate::wire::frame;
@@ -33,7 +34,7 @@ pub(crate) enum Visit {
     /// Wants to join.
     Join(Box<Joined>),
     /// Only asks whether he could.
-    Call { socket: TcpStream, name: String, place: Place },
+    Call { channel: ControlChannel, name: String, place: Place },
 }
 
 /// What the handshake threads share.
@@ -219,21 +220,22 @@ fn welcome(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorError> {
 
 fn welcome_client(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorError> {
     control::write_fixed(&mut socket, &Preamble::new(Channel::Control))?;
-    let bytes = control::read_length(&mut socket, limits::MAX_FRAME_BYTES)?;
+    let address = socket.peer_addr()?;
+    let mut channel = ControlChannel::new(socket, limits::HANDSHAKE)?;
+    let bytes = channel.reader.read_length(limits::MAX_FRAME_BYTES)?;
     let room = Room::take(&hall.held_bytes, bytes)?;
-    let message = control::read_body(&mut socket, bytes)?;
+    let message = channel.reader.read_body(bytes)?;
     drop(room);
     let frame = frame::encode(&message).map_err(ControlError::from)?;
     let visit = match message {
         ClientMessage::Join { name, examples, header, place } => {
-            let address = socket.peer_addr()?;
             let (name, secret) = (printable(&name), Secret::OPEN);
             let joined =
-                Joined { socket, address, name, examples, header, place, secret, frame, rank: 0 };
+                Joined { channel, address, name, examples, header, place, secret, frame, rank: 0 };
             Visit::Join(Box::new(joined))
         }
         ClientMessage::Call { name, place } => {
-            Visit::Call { socket, name: printable(&name), place }
+            Visit::Call { channel, name: printable(&name), place }
         }
         _ => return Err(DoorError::NoJoin),
     };
@@ -271,9 +273,9 @@ fn welcome_stream(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorErr
     let answer = checked.as_ref().err().copied().unwrap_or(Answer::Admitted);
     control::write_fixed(&mut socket, &Preamble::answering(Channel::Data, answer))?;
     let events = checked.map_err(|answer| DoorError::Ticket { answer: answer.text() })?;
-    socket.set_nonblocking(true)?;
+    let channel = DataChannel::new(socket)?;
     let (client, stream) = (hello.client(), hello.stream());
-    Ok(Visitor::Stream(events, Event::Stream { client, stream, socket }))
+    Ok(Visitor::Stream(events, Event::Stream { client, stream, channel }))
 }
 
 /// Who waits for this stream, if it may come.

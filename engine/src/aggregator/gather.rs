@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -14,7 +14,8 @@ use super::{
     Admission, Aggregator, AggregatorConfig, Averaging, Event, Joined, Peer, PeerShared, Session,
     Sizes, read_client,
 };
-use crate::control::{Heartbeat, Listeners, Writer, printable};
+use crate::channel::DataChannel;
+use crate::control::{ControlChannel, Heartbeat, Listeners, printable};
 use crate::error::{AggregatorError, Fault, ReducerError};
 use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
@@ -150,7 +151,7 @@ impl Gathering {
             }
             Event::Message { client, .. } => (client, unexpected("a message")),
             Event::Joined(joined) => {
-                refuse_late(joined.socket, joined.address, self.aggregator.config.clients);
+                refuse_late(&joined.channel, joined.address, self.aggregator.config.clients);
                 return Ok(());
             }
             Event::Stream { .. } | Event::Lane { .. } => return Ok(()),
@@ -162,13 +163,14 @@ impl Gathering {
     }
 
     fn join(&mut self, joined: Joined) -> Result<(), AggregatorError> {
-        let Joined { socket, address, name, examples, header, secret, frame, rank, .. } = joined;
+        let Joined { channel, address, name, examples, header, secret, frame, rank, .. } = joined;
         let ticket = random()?;
         let key = bind_ticket(&ticket, &secret, &frame);
         let wants_header = header.is_empty() && self.model.is_some();
         let deadline = self.aggregator.config.deadline;
         let token = self.peers.len();
-        let writer = Arc::new(Writer::new(&socket, deadline)?);
+        channel.set_deadline(deadline)?;
+        let ControlChannel { reader: incoming, writer } = channel;
         let taken = self.peers.iter().any(|peer| (peer.rank, &peer.name) == (rank, &name));
         let streams = Vec::new();
         let shared = Arc::new(PeerShared::default());
@@ -192,10 +194,9 @@ impl Gathering {
             .and_then(|()| check_examples(examples))
             .and_then(|()| check_model(self.model.as_ref().map(|(m, _)| m), &header));
         let manifest = checked.map_err(|error| peer.fault(error))?;
-        socket.set_read_timeout(Some(deadline))?;
         let shared = peer.shared.clone();
         let reader = std::thread::Builder::new().name("control".into());
-        peer.reader = Some(reader.spawn(move || read_client(socket, token, &shared, &events))?);
+        peer.reader = Some(reader.spawn(move || read_client(incoming, token, &shared, &events))?);
         let writer = peer.writer.clone();
         self.listeners.lock().unwrap_or_else(PoisonError::into_inner).push(writer);
         let wanted = self.aggregator.config.clients;
@@ -287,14 +288,14 @@ impl Gathering {
         let deadline = self.aggregator.config.deadline;
         // Each connection that comes is progress.
         let mut patience = Instant::now() + deadline;
-        let mut places: Vec<Vec<Option<TcpStream>>> =
+        let mut places: Vec<Vec<Option<DataChannel>>> =
             self.peers.iter().map(|_| (0..streams).map(|_| None).collect()).collect();
         let mut missing = self.peers.len() * streams;
         while missing > 0 {
             let left = patience.saturating_duration_since(Instant::now());
             match self.aggregator.events.recv_timeout(left) {
-                Ok(Event::Stream { client, stream, socket }) => {
-                    places[client as usize][stream as usize] = Some(socket);
+                Ok(Event::Stream { client, stream, channel }) => {
+                    places[client as usize][stream as usize] = Some(channel);
                     missing -= 1;
                     patience = Instant::now() + deadline;
                 }
@@ -308,7 +309,7 @@ impl Gathering {
         Ok(())
     }
 
-    fn streams_missing(&self, places: &[Vec<Option<TcpStream>>]) -> AggregatorError {
+    fn streams_missing(&self, places: &[Vec<Option<DataChannel>>]) -> AggregatorError {
         let incomplete = self.peers.iter().zip(places).find(|(_, p)| p.iter().any(Option::is_none));
         match incomplete {
             Some((peer, places)) => AggregatorError::Client {
@@ -350,19 +351,17 @@ impl Gathering {
 }
 
 /// Somebody came when the session was complete already.
-pub(super) fn refuse_late(socket: TcpStream, address: SocketAddr, clients: usize) {
+pub(super) fn refuse_late(channel: &ControlChannel, address: SocketAddr, clients: usize) {
     tracing::warn!(
         "a client at {address} came too late: all {clients} clients have joined already"
     );
-    refuse(&socket, &format!("all {clients} clients have joined already"));
+    refuse(channel, &format!("all {clients} clients have joined already"));
 }
 
 /// Tells a visitor why he cannot stay.
-pub(crate) fn refuse(socket: &TcpStream, reason: &str) {
-    if let Ok(writer) = Writer::new(socket, limits::HANDSHAKE) {
-        // A visitor that is gone need not hear it.
-        let _ = writer.send(&AggregatorMessage::Failed { reason: reason.to_owned() });
-    }
+pub(crate) fn refuse(channel: &ControlChannel, reason: &str) {
+    // A visitor that is gone need not hear it.
+    let _ = channel.writer.send(&AggregatorMessage::Failed { reason: reason.to_owned() });
 }
 
 pub(super) fn unexpected(what: &'static str) -> Fault {

@@ -1,8 +1,6 @@
 //! One round: updates come in and are averaged, the model goes out.
 
 use std::cell::OnceCell;
-use std::net::TcpStream;
-use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, PoisonError};
@@ -10,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use super::gather::{refuse_late, unexpected};
 use super::{AggregatorConfig, Averaging, Event, Model, Peer, Session, Sizes};
-use crate::control::{printable, refuse_more};
+use crate::channel::DataChannel;
+use crate::control::printable;
 use crate::error::{AggregatorError, ControlError, Fault, LaneError, SinkError, TransferError};
 use crate::lane::receive::{Incoming, Shared, receive};
 use crate::lane::send::{Outgoing, send};
@@ -28,7 +27,6 @@ use crate::sink::mean::{MeanSink, MeanSlices, Wave};
 use crate::sink::region::{Part, RegionSink};
 use crate::source::Source;
 use crate::source::region::RegionSource;
-use crate::sys::socket::unacknowledged_bytes;
 use crate::wire::checksum::model_digest;
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
@@ -212,8 +210,8 @@ impl Session {
     /// Between transfers every data channel is empty.
     fn refuse_more(&self) -> Result<(), AggregatorError> {
         for peer in &self.peers {
-            for socket in &peer.streams {
-                refuse_more(socket).map_err(|error| peer.fault(error))?;
+            for channel in &peer.streams {
+                channel.refuse_more().map_err(|error| peer.fault(error))?;
             }
         }
         Ok(())
@@ -317,9 +315,9 @@ impl Session {
             let mut streams = Vec::new();
             for (index, peer) in self.peers.iter().enumerate() {
                 let shared = peer.shared.stream(lane);
-                let socket = &peer.streams[lane];
+                let channel = &peer.streams[lane];
                 let deadline = Some(config.deadline);
-                streams.push(Incoming::new(index, socket, config.receive_path, shared, deadline)?);
+                streams.push(Incoming::new(index, channel, config.receive_path, shared, deadline)?);
             }
             let (chunks, range, signal) =
                 (&self.chunks, self.lanes[lane].clone(), &self.signals[lane]);
@@ -381,8 +379,8 @@ impl Session {
             let mut streams = Vec::new();
             for (index, peer) in self.peers.iter().enumerate() {
                 let deadline = Some(self.config.deadline);
-                let socket: &TcpStream = &peer.streams[lane];
-                streams.push(Outgoing::new(index, socket, kind, &peer.shared.sent, deadline)?);
+                let channel: &DataChannel = &peer.streams[lane];
+                streams.push(Outgoing::new(index, channel, kind, &peer.shared.sent, deadline)?);
             }
             let (chunks, range, signal) = (&self.chunks, range.clone(), &self.signals[lane]);
             lanes.push(move || send(streams, source, chunks, range, None, signal));
@@ -551,8 +549,8 @@ impl Watch<'_> {
 
     /// Bytes of the model that our sockets still hold.
     fn held_bytes(&self) -> u64 {
-        let sockets = self.peers.iter().flat_map(|peer| &peer.streams);
-        sockets.map(|socket| unacknowledged_bytes(socket.as_fd()).unwrap_or(0)).sum()
+        let channels = self.peers.iter().flat_map(|peer| &peer.streams);
+        channels.map(DataChannel::unacknowledged_bytes).sum()
     }
 
     fn unconfirmed(&self) -> Option<usize> {
@@ -573,7 +571,7 @@ impl Watch<'_> {
             }
             Event::Lane { result: Err(error) } => return Err(error.into()),
             Event::Joined(joined) => {
-                refuse_late(joined.socket, joined.address, self.config.clients);
+                refuse_late(&joined.channel, joined.address, self.config.clients);
                 return Ok(());
             }
             // Its ticket admits each stream once, and all are connected.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::Parcel;
 use crate::client::{Canceller, Client, ClientConfig, Target, Task};
-use crate::control::{self, Congestion};
+use crate::control::{self, Congestion, ControlChannel};
 use crate::error::{ClientError, ControlError};
 use crate::limits;
 use crate::paths::ReceiveKind;
@@ -84,15 +84,14 @@ pub fn call(line: &LineConfig, secret: Secret) -> Result<(), ClientError> {
     let at = |error: ControlError| ClientError::Control { address: line.address.clone(), error };
     let mut socket = control::dial(&line.address, &line.congestion, line.deadline)
         .map_err(|source| ClientError::Dial { address: line.address.clone(), source })?;
-    socket.set_read_timeout(Some(line.deadline))?;
-    socket.set_write_timeout(Some(line.deadline))?;
     control::write_fixed(&mut socket, &Preamble::new(Channel::Control))
         .map_err(|error| at(error.into()))?;
     let call = ClientMessage::Call { name: line.name.clone(), place: secret.place() };
-    control::Writer::new(&socket, line.deadline)?.send(&call).map_err(at)?;
     let answer: Preamble = control::read_fixed(&mut socket).map_err(at)?;
     answer.channel().map_err(|error| at(error.into()))?;
-    match control::read_message(&mut socket, limits::MAX_FRAME_BYTES).map_err(at)? {
+    let mut channel = ControlChannel::new(socket, line.deadline)?;
+    channel.writer.send(&call).map_err(at)?;
+    match channel.reader.read(limits::MAX_FRAME_BYTES).map_err(at)? {
         AggregatorMessage::Done => Ok(()),
         AggregatorMessage::Failed { reason } => Err(ClientError::Ended {
             address: line.address.clone(),

@@ -12,7 +12,6 @@ use rustix::net::RecvFlags;
 use super::Parcel;
 use crate::aggregator::door::{Door, Visit};
 use crate::aggregator::{Aggregator, AggregatorConfig, Joined, refuse};
-use crate::control::Writer;
 use crate::error::{AggregatorError, ExchangeError};
 use crate::limits;
 use crate::manifest::Manifest;
@@ -146,7 +145,7 @@ impl Places {
         }
         let clients = secrets.iter().filter_map(|secret| rooms.leave(secret)).collect::<Vec<_>>();
         for client in &clients {
-            client.socket.set_nonblocking(false)?;
+            client.channel.socket().set_nonblocking(false)?;
         }
         Ok((clients, manifest))
     }
@@ -179,17 +178,17 @@ impl Places {
     /// Serves a visitor on the thread that let him in.
     pub fn receive(self: &Arc<Self>, visit: Visit) {
         match visit {
-            Visit::Call { socket, name, place } => {
+            Visit::Call { channel, name, place } => {
                 let mut rooms = self.rooms();
                 match rooms.places.contains_key(&place) {
                     true => {
                         rooms.meet(name);
                         drop(rooms);
-                        answer(&socket, &AggregatorMessage::Done);
+                        answer(channel.socket(), &AggregatorMessage::Done);
                     }
                     false => {
                         drop(rooms);
-                        refuse(&socket, "there is no such model or update here any more");
+                        refuse(&channel, "there is no such model or update here any more");
                     }
                 }
             }
@@ -222,7 +221,7 @@ impl Places {
         // Without the lock: a header may be long, and a peer may not read.
         let waiting = match prepare(client) {
             Ok(waiting) => waiting,
-            Err((client, error)) => return refuse(&client.socket, &error.to_string()),
+            Err((client, error)) => return refuse(&client.channel, &error.to_string()),
         };
         let mut rooms = self.rooms();
         match rooms.places.get_mut(&waiting.client.place) {
@@ -244,7 +243,7 @@ impl Places {
         let label = client.label();
         let others = self.served.fetch_add(1, Ordering::SeqCst);
         if others >= limits::MAX_SERVED {
-            refuse(&client.socket, "too many others are being sent a model; try again");
+            refuse(&client.channel, "too many others are being sent a model; try again");
         } else if let Err(error) = self.serve(client, model) {
             tracing::warn!("the model could not be sent: {error} ({label})");
         }
@@ -347,7 +346,7 @@ fn prepare(client: Box<Joined>) -> Result<Waiting, Refused> {
         Ok(manifest) => manifest,
         Err(error) => return Err((client, error.into())),
     };
-    match client.socket.set_nonblocking(true) {
+    match client.channel.socket().set_nonblocking(true) {
         Ok(()) => Ok(Waiting { client, manifest }),
         Err(error) => Err((client, error.into())),
     }
@@ -356,7 +355,7 @@ fn prepare(client: Box<Joined>) -> Result<Waiting, Refused> {
 impl Waiting {
     /// Hears what the client says, which can only be that it lives, and says the same.
     fn lives(&self) -> bool {
-        self.is_well() && answer(&self.client.socket, &AggregatorMessage::Alive)
+        self.is_well() && answer(self.client.channel.socket(), &AggregatorMessage::Alive)
     }
 
     /// Reads all that the client has said. Half a sign of life stays where it is: the next one to
@@ -365,7 +364,7 @@ impl Waiting {
         let alive = frame::encode(&ClientMessage::Alive).unwrap_or_default();
         let mut heard = [0; 4096];
         for _ in 0..MOST_READS {
-            let socket = &self.client.socket;
+            let socket = self.client.channel.socket();
             let bytes = match rustix::net::recv(socket, heard.as_mut_slice(), RecvFlags::PEEK) {
                 Ok((_, bytes)) => bytes,
                 Err(error) => return matches!(error, Errno::AGAIN | Errno::INTR),
@@ -396,9 +395,8 @@ fn answer(socket: &std::net::TcpStream, message: &AggregatorMessage) -> bool {
 /// The client's update is not, or no longer, wanted.
 fn dismiss(client: &Joined) {
     // The socket closes after that, so nobody waits for a peer that does not read.
-    let _ = client.socket.set_nonblocking(false);
-    if let Ok(writer) = Writer::new(&client.socket, limits::LAST_WORDS) {
-        // A client that is gone need not hear it.
-        let _ = writer.send(&AggregatorMessage::Done);
-    }
+    let _ = client.channel.socket().set_nonblocking(false);
+    let _ = client.channel.set_deadline(limits::LAST_WORDS);
+    // A client that is gone need not hear it.
+    let _ = client.channel.writer.send(&AggregatorMessage::Done);
 }

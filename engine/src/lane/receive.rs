@@ -3,7 +3,6 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::net::TcpStream;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,6 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll::EventFlags;
 
 use super::{Poller, Progress, TICK};
+use crate::channel::DataChannel;
 use crate::error::{LaneError, TransferError};
 use crate::limits;
 use crate::manifest::{Chunk, ChunkTable};
@@ -21,7 +21,6 @@ use crate::region::Region;
 use crate::signal::Signal;
 use crate::sink::Sink;
 use crate::sums::StreamSums;
-use crate::sys::socket::set_receive_low_water;
 use crate::wire::checksum::chunk_sum;
 
 /// In which order the peers' chunks are taken.
@@ -47,7 +46,7 @@ pub struct Shared<'a> {
 /// One peer's stream of this lane.
 pub struct Incoming<'a> {
     peer: usize,
-    socket: &'a TcpStream,
+    channel: &'a DataChannel,
     path: Box<dyn ReceivePath>,
     lands: Lands,
     shared: Shared<'a>,
@@ -59,20 +58,20 @@ pub struct Incoming<'a> {
 }
 
 impl<'a> Incoming<'a> {
-    /// Prepares to receive from `peer` on `socket`, which must not block.
+    /// Prepares to receive from `peer` on `channel`.
     pub fn new(
         peer: usize,
-        socket: &'a TcpStream,
+        channel: &'a DataChannel,
         kind: ReceiveKind,
         shared: Shared<'a>,
         deadline: Option<Duration>,
     ) -> Result<Incoming<'a>, LaneError> {
-        let path = kind.open().map_err(|error| LaneError::peer(peer, error))?;
+        let path = channel.receive_path(kind).map_err(|error| LaneError::peer(peer, error))?;
         Ok(Incoming {
             peer,
-            socket,
+            channel,
             path,
-            lands: kind.lands(),
+            lands: channel.lands(kind),
             shared,
             next: 0,
             filled: 0,
@@ -84,7 +83,7 @@ impl<'a> Incoming<'a> {
 
     fn set_low_water(&mut self, bytes: usize) -> io::Result<()> {
         if bytes != self.low_water {
-            set_receive_low_water(self.socket.as_fd(), bytes)?;
+            self.channel.set_receive_low_water(bytes)?;
             self.low_water = bytes;
         }
         Ok(())
@@ -192,9 +191,9 @@ impl Lane<'_> {
             }
             stream.check_progress(step == Step::NeedsSum)?;
             if step == Step::Empty {
-                poller.add(stream.socket, 0, EventFlags::IN)?;
+                poller.add(stream.channel, 0, EventFlags::IN)?;
                 poller.wait(&mut BTreeSet::new(), TICK)?;
-                poller.remove(stream.socket)?;
+                poller.remove(stream.channel)?;
             } else if !stream.shared.sums.park(stream.next - self.range.start) {
                 poller.wait(&mut BTreeSet::new(), TICK)?;
             }
@@ -226,7 +225,7 @@ impl Lane<'_> {
                     }
                     Step::Empty => {
                         hot.remove(&index);
-                        poller.add(stream.socket, index, EventFlags::IN)?;
+                        poller.add(stream.channel, index, EventFlags::IN)?;
                     }
                     Step::NeedsSum if stream.shared.sums.park(stream.next - self.range.start) => {}
                     Step::NeedsSum => {
@@ -244,7 +243,7 @@ impl Lane<'_> {
                 hot.append(&mut parked);
             }
             for &index in &ready {
-                poller.remove(streams[index].socket)?;
+                poller.remove(streams[index].channel)?;
             }
             hot.append(&mut ready);
             if checked.elapsed() >= TICK {
@@ -298,7 +297,7 @@ impl Lane<'_> {
         chunk: &Chunk,
     ) -> Result<usize, TransferError> {
         let (filled, length) = (stream.filled, chunk.length());
-        let socket = stream.socket.as_fd();
+        let socket = stream.channel.as_fd();
         if stream.lands == Lands::Nowhere {
             let nowhere = Landing { length: length - filled, bytes: None, file: None };
             return Ok(stream.path.receive(socket, nowhere)?);

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::net::TcpStream;
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,6 +10,7 @@ use std::time::Duration;
 use rustix::event::epoll::EventFlags;
 
 use super::{Poller, Progress, TICK};
+use crate::channel::DataChannel;
 use crate::error::{LaneError, TransferError};
 use crate::limits;
 use crate::manifest::ChunkTable;
@@ -18,13 +18,12 @@ use crate::paths::SendKind;
 use crate::sender::{Needs, Piece, SendPath};
 use crate::signal::Signal;
 use crate::source::Source;
-use crate::sys::socket::unacknowledged_bytes;
 use crate::wire::checksum::chunk_sum;
 
 /// One peer's stream of this lane.
 pub struct Outgoing<'a> {
     peer: usize,
-    socket: &'a TcpStream,
+    channel: &'a DataChannel,
     path: Box<dyn SendPath>,
     needs: Needs,
     moved: &'a AtomicU64,
@@ -40,20 +39,20 @@ pub struct Outgoing<'a> {
 }
 
 impl<'a> Outgoing<'a> {
-    /// Prepares to send to `peer` on `socket`, which must not block.
+    /// Prepares to send to `peer` on `channel`.
     pub fn new(
         peer: usize,
-        socket: &'a TcpStream,
+        channel: &'a DataChannel,
         kind: SendKind,
         moved: &'a AtomicU64,
         deadline: Option<Duration>,
     ) -> Result<Outgoing<'a>, LaneError> {
-        let path = kind.open().map_err(|error| LaneError::peer(peer, error))?;
+        let path = channel.send_path(kind).map_err(|error| LaneError::peer(peer, error))?;
         Ok(Outgoing {
             peer,
-            socket,
+            channel,
             path,
-            needs: kind.needs(),
+            needs: channel.needs(kind),
             moved,
             prepared: 0,
             left: 0..0,
@@ -69,7 +68,7 @@ impl Outgoing<'_> {
     /// Whether the peer has taken bytes since this was last asked: a socket becomes writable only
     /// when much of its buffer is free, which takes long on a slow link.
     fn drains(&mut self) -> bool {
-        let unacknowledged = unacknowledged_bytes(self.socket.as_fd()).unwrap_or(0);
+        let unacknowledged = self.channel.unacknowledged_bytes();
         let drains = unacknowledged < self.unacknowledged;
         self.unacknowledged = unacknowledged;
         if drains {
@@ -111,11 +110,10 @@ pub fn send(
                     running.remove(&index);
                 }
                 Step::Full => {
-                    stream.unacknowledged =
-                        unacknowledged_bytes(stream.socket.as_fd()).unwrap_or(0);
+                    stream.unacknowledged = stream.channel.unacknowledged_bytes();
                     running.remove(&index);
                     waiting.insert(index);
-                    poller.add(stream.socket, index, EventFlags::OUT)?;
+                    poller.add(stream.channel, index, EventFlags::OUT)?;
                 }
             }
         }
@@ -126,7 +124,7 @@ pub fn send(
         let timeout = if running.is_empty() { TICK } else { Duration::ZERO };
         poller.wait(&mut ready, timeout)?;
         for &index in &ready {
-            poller.remove(streams[index].socket)?;
+            poller.remove(streams[index].channel)?;
             waiting.remove(&index);
             running.insert(index);
         }
@@ -171,7 +169,7 @@ impl Lane<'_> {
         };
         let file = self.source.file().map(|(file, start)| (file, start + left.start));
         let piece = Piece { length: (left.end - left.start) as usize, bytes, file };
-        match stream.path.send(stream.socket.as_fd(), piece) {
+        match stream.path.send(stream.channel.as_fd(), piece) {
             Ok(sent) => {
                 stream.left.start += sent as u64;
                 stream.moved.fetch_add(sent as u64, Ordering::Relaxed);

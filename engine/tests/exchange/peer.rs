@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use fedlane::control::{Heartbeat, Writer, read_fixed, read_message, write_fixed};
+use fedlane::control::{Heartbeat, Reader, Writer, read_fixed, write_fixed};
 use fedlane::error::ControlError;
 use fedlane::exchange::{Exchange, Parcel};
 use fedlane::limits::MAX_FRAME_BYTES;
@@ -24,6 +24,7 @@ pub struct Peer {
     pub control: TcpStream,
     /// Its data channels.
     pub streams: Vec<TcpStream>,
+    reader: Reader,
     plan: Option<Plan>,
     writer: Arc<Writer>,
     joined: Vec<u8>,
@@ -52,7 +53,8 @@ impl Peer {
         let pulse = Heartbeat::start(listeners, ClientMessage::Alive, interval).unwrap();
         let joined = frame::encode(first).unwrap();
         let (streams, plan) = (Vec::new(), None);
-        Peer { control, streams, plan, writer, joined, address, _pulse: pulse }
+        let reader = Reader::new(control.try_clone().unwrap());
+        Peer { control, reader, streams, plan, writer, joined, address, _pulse: pulse }
     }
 
     /// Joins as the client of that secret.
@@ -63,7 +65,7 @@ impl Peer {
     /// The next message that is no sign of life.
     pub fn next(&mut self) -> Result<AggregatorMessage, ControlError> {
         loop {
-            match read_message(&mut self.control, MAX_FRAME_BYTES)? {
+            match self.reader.read(MAX_FRAME_BYTES)? {
                 AggregatorMessage::Alive => {}
                 message => return Ok(message),
             }

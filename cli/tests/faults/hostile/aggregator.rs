@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use fedlane::control::{Heartbeat, Writer, read_fixed, read_message, write_fixed};
+use fedlane::control::{Heartbeat, Reader, Writer, read_fixed, write_fixed};
 use fedlane::limits::MAX_FRAME_BYTES;
 use fedlane::manifest::ChunkTable;
 use fedlane::source::Source;
@@ -57,7 +57,8 @@ impl FakeAggregator {
         let preamble: Preamble = read_fixed(&mut control).unwrap();
         assert_eq!(preamble.channel().unwrap(), Channel::Control);
         write_fixed(&mut control, &Preamble::new(Channel::Control)).unwrap();
-        let join: ClientMessage = read_message(&mut control, MAX_FRAME_BYTES).unwrap();
+        let mut reader = Reader::new(control.try_clone().unwrap());
+        let join: ClientMessage = reader.read(MAX_FRAME_BYTES).unwrap();
         assert!(matches!(join, ClientMessage::Join { .. }), "{join:?}");
         let writer = Arc::new(Writer::new(&control, PATIENCE).unwrap());
         let listeners = Arc::new(Mutex::new(vec![writer.clone()]));

@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use fedlane::control::{Heartbeat, Writer, read_fixed, read_message, write_fixed};
+use fedlane::control::{Heartbeat, Reader, Writer, read_fixed, write_fixed};
 use fedlane::error::ControlError;
 use fedlane::limits::MAX_FRAME_BYTES;
 use fedlane::manifest::{ChunkTable, Manifest};
@@ -25,6 +25,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 pub struct HostileClient {
     /// Its control channel.
     pub control: TcpStream,
+    reader: Reader,
     /// Its data channels.
     pub streams: Vec<TcpStream>,
     /// What its messages go through.
@@ -63,10 +64,12 @@ impl HostileClient {
         assert_eq!(answer.channel().unwrap(), Channel::Control);
         let writer = Arc::new(Writer::new(&control, PATIENCE).unwrap());
         writer.send(first).unwrap();
+        let reader = Reader::new(control.try_clone().unwrap());
         let source = Generator::new(manifest.clone(), 2);
         let first = frame::encode(first).unwrap();
         HostileClient {
             control,
+            reader,
             first,
             streams: Vec::new(),
             writer,
@@ -134,7 +137,7 @@ impl HostileClient {
     /// The next message that is no sign of life.
     pub fn next(&mut self) -> Result<AggregatorMessage, ControlError> {
         loop {
-            match read_message(&mut self.control, MAX_FRAME_BYTES)? {
+            match self.reader.read(MAX_FRAME_BYTES)? {
                 AggregatorMessage::Alive => {}
                 message => return Ok(message),
             }
