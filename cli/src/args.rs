@@ -114,9 +114,19 @@ pub struct Paths {
     #[arg(long, value_name = "MS", default_value_t = limits::DEADLINE.as_millis() as u64)]
     #[arg(value_parser = clap::value_parser!(u64).range(limits::MIN_DEADLINE_MS..=limits::MAX_DEADLINE_MS))]
     pub deadline_ms: u64,
+
+    /// Milliseconds for which a connection that broke is dialled again, or awaited; 0 for never
+    /// [default: the deadline]
+    #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u64).range(0..=limits::MAX_DEADLINE_MS))]
+    pub reconnect_ms: Option<u64>,
 }
 
 impl Paths {
+    /// How long a broken connection may take to come back.
+    pub fn reconnect(&self) -> Duration {
+        Duration::from_millis(self.reconnect_ms.unwrap_or(self.deadline_ms))
+    }
+
     /// The deadline.
     pub fn deadline(&self) -> Duration {
         Duration::from_millis(self.deadline_ms)
@@ -133,6 +143,7 @@ impl Paths {
             format!("--congestion={congestion}"),
             format!("--deadline-ms={}", self.deadline_ms),
         ];
+        args.extend(self.reconnect_ms.map(|ms| format!("--reconnect-ms={ms}")));
         args.extend(self.send_path.map(|path| format!("--send-path={path}")));
         args
     }
@@ -148,6 +159,18 @@ pub struct Averager {
     /// Bytes that are checked and averaged as one unit
     #[arg(long, value_name = "SIZE", default_value = "1MiB", value_parser = parse_chunk_bytes)]
     pub chunk_bytes: u64,
+
+    /// Least number of clients in a mean: the session goes on without those that are lost, as long as
+    /// so many are left [default: all]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=limits::MAX_CLIENTS as u64))]
+    pub min_clients: Option<u64>,
+
+    /// Seconds that a round waits for updates, training included; those that are late are left out of
+    /// it [default: for ever]
+    ///
+    /// Also how long the session waits for its clients before it begins with --min-clients.
+    #[arg(long, value_name = "SECONDS", value_parser = parse_seconds)]
+    pub round_deadline: Option<Duration>,
 
     /// In which order clients are averaged
     #[arg(long, value_enum, default_value_t = OrderArg::Arrival)]
@@ -185,6 +208,9 @@ impl Averager {
     pub fn config(&self, clients: usize, rounds: u32, paths: &Paths) -> AggregatorConfig {
         AggregatorConfig {
             clients,
+            min_clients: self.min_clients.map(|least| least as usize),
+            round_deadline: self.round_deadline,
+            reconnect: paths.reconnect(),
             rounds,
             streams: self.streams.unwrap_or_else(default_streams),
             chunk_bytes: self.chunk_bytes,
@@ -215,8 +241,21 @@ impl Averager {
             format!("--order={order}"),
             format!("--averaging={averaging}"),
         ];
+        args.extend(self.min_clients.map(|least| format!("--min-clients={least}")));
+        let seconds = self.round_deadline.map(|deadline| deadline.as_secs_f64());
+        args.extend(seconds.map(|seconds| format!("--round-deadline={seconds}")));
         args.extend(self.streams.map(|streams| format!("--streams={streams}")));
         args
+    }
+}
+
+fn parse_seconds(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_string())?;
+    let most = limits::MAX_DEADLINE_MS as f64 / 1000.0;
+    if seconds > 0.0 && seconds <= most {
+        Ok(Duration::from_secs_f64(seconds))
+    } else {
+        Err(format!("must be more than 0 and at most {most}"))
     }
 }
 

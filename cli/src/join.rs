@@ -109,6 +109,7 @@ impl Join {
             receive_path: self.paths.receive_path,
             congestion: self.paths.congestion.clone(),
             deadline: self.paths.deadline(),
+            reconnect: self.paths.reconnect(),
         };
         output.event(
             "joining",
@@ -135,7 +136,15 @@ impl Join {
         loop {
             match client.next_task()? {
                 Task::Upload { round } => {
-                    self.upload(client, round, staged.as_ref())?;
+                    if !self.upload(client, round, staged.as_ref())? {
+                        output.event(
+                            "left_out",
+                            json!({ "round": round }),
+                            &format!(
+                                "round {round}: this update came too late and is not in the mean"
+                            ),
+                        );
+                    }
                     rounds += 1;
                 }
                 Task::Download { round, digest } => {
@@ -176,7 +185,7 @@ impl Join {
         client: &mut Client,
         round: u32,
         staged: Option<&Staged>,
-    ) -> anyhow::Result<()> {
+    ) -> anyhow::Result<bool> {
         if let Some(command) = &self.train {
             self.run_training(client, command, round)?;
         }
@@ -216,7 +225,8 @@ impl Join {
             None => client.download(round, digest, Target::Check)?,
         }
         drop(shown);
-        Ok(client.confirm(round)?)
+        client.confirm(round);
+        Ok(())
     }
 
     fn run_training(&self, client: &mut Client, command: &str, round: u32) -> anyhow::Result<()> {

@@ -111,7 +111,7 @@ impl Serve {
             session.send_initial(initial)?;
         }
         for _ in 0..self.rounds {
-            self.run_round(session)?;
+            self.run_round(session, output)?;
             reported = self.report(session, output, reported);
         }
         if let (Some(expected), Some(model)) = (&self.expect, session.model()) {
@@ -129,7 +129,7 @@ impl Serve {
         Ok(())
     }
 
-    fn run_round(&self, session: &mut Session) -> anyhow::Result<()> {
+    fn run_round(&self, session: &mut Session, output: Output) -> anyhow::Result<()> {
         let total_bytes = session.progress().model_bytes();
         let bars = |upload: bool| {
             let progress = session.progress();
@@ -149,6 +149,7 @@ impl Serve {
         let shown = Progress::show(uploads, !self.json);
         session.round()?;
         drop(shown);
+        report_members(session, output);
         // The clients need not wait for the disk, nor the disk for the clients.
         let saving = self.output.clone().zip(session.model()).map(|(path, model)| {
             let manifest = session.manifest().clone();
@@ -174,6 +175,24 @@ impl Serve {
         }
         session.phases().len()
     }
+}
+
+/// Says whose updates are in the mean.
+fn report_members(session: &Session, output: Output) {
+    let counted: Vec<&str> = session.counted().collect();
+    let all: Vec<&str> = session.clients().map(|(name, ..)| name).collect();
+    let left_out: Vec<&str> = all.into_iter().filter(|name| !counted.contains(name)).collect();
+    let round = session.rounds_done();
+    let text = match left_out.as_slice() {
+        [] => format!("round {round}: the mean of {} clients", counted.len()),
+        missing => format!(
+            "round {round}: the mean of {}, without {}",
+            counted.join(", "),
+            missing.join(", ")
+        ),
+    };
+    let fields = json!({ "round": round, "clients": counted, "left_out": left_out });
+    output.event("averaged", fields, &text);
 }
 
 /// Finds out before anything is moved whether `path` can be written.

@@ -2,6 +2,7 @@
 
 pub(crate) mod door;
 mod gather;
+mod members;
 mod round;
 
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -9,13 +10,14 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::channel::DataChannel;
-use crate::control::{self, Congestion, ControlChannel, Heartbeat, Reader, Writer};
-use crate::error::{AggregatorError, ControlError, Fault, LaneError, ProtocolError};
-use crate::lane::receive::{ChunkBuffers, Order};
+use crate::control::{self, Congestion, ControlChannel, Heartbeat, Reader, printable};
+use crate::error::{AggregatorError, ControlError, LaneError, ProtocolError};
+use crate::lane::ConnectionId;
+use crate::lane::receive::{ChunkBuffers, Order, ReceiveReport};
+use crate::lane::send::SendBroken;
 use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::Phase;
@@ -31,6 +33,7 @@ use crate::wire::message::{AggregatorMessage, ClientMessage};
 
 use door::{Door, Visit};
 pub(crate) use gather::refuse;
+use members::{Members, Notice};
 
 /// What happens to the updates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +58,13 @@ pub enum Averaging {
 pub struct AggregatorConfig {
     /// Clients to wait for.
     pub clients: usize,
+    /// Clients without whom there is no mean; all of them if this is not said.
+    pub min_clients: Option<usize>,
+    /// How long a round waits for updates, training included, before it goes on without those that
+    /// are late.
+    pub round_deadline: Option<Duration>,
+    /// How long a client whose connection broke may take to come back; zero for never.
+    pub reconnect: Duration,
     /// Rounds that will be run; told to the clients.
     pub rounds: u32,
     /// Lanes, and so data channels of each client.
@@ -79,6 +89,9 @@ impl Default for AggregatorConfig {
     fn default() -> Self {
         AggregatorConfig {
             clients: 1,
+            min_clients: None,
+            round_deadline: None,
+            reconnect: limits::DEADLINE,
             rounds: 1,
             streams: default_streams(),
             chunk_bytes: limits::CHUNK_BYTES,
@@ -101,18 +114,26 @@ pub fn default_streams() -> usize {
 pub(crate) enum Event {
     Joined(Box<Joined>),
     Stream {
-        client: u32,
+        connection: ConnectionId,
         stream: u32,
         channel: DataChannel,
     },
     Message {
-        client: usize,
+        connection: ConnectionId,
         message: ClientMessage,
     },
     Lost {
-        client: usize,
+        connection: ConnectionId,
         error: ControlError,
     },
+    /// From a lane that receives.
+    Received {
+        lane: usize,
+        report: ReceiveReport,
+    },
+    /// From a lane that sends.
+    SendBroken(SendBroken),
+    /// The end of a lane.
     Lane {
         result: Result<(), LaneError>,
     },
@@ -130,6 +151,8 @@ pub(crate) struct Joined {
     pub examples: f64,
     pub header: Vec<u8>,
     pub place: Place,
+    /// The ticket of its last plan, if it comes again.
+    pub resumes: Option<Ticket>,
     /// What the place is reached with.
     pub secret: Secret,
     /// What it sent, in its frame.
@@ -243,6 +266,9 @@ fn check(config: &AggregatorConfig) -> Result<(), AggregatorError> {
         }
     };
     within("clients", config.clients as u64, 1, limits::MAX_CLIENTS as u64)?;
+    if let Some(least) = config.min_clients {
+        within("min clients", least as u64, 1, config.clients as u64)?;
+    }
     within("rounds", config.rounds.into(), 1, limits::MAX_ROUNDS.into())?;
     within("streams", config.streams as u64, 1, limits::MAX_STREAMS as u64)?;
     within("chunk bytes", config.chunk_bytes, limits::MIN_CHUNK_BYTES, limits::MAX_CHUNK_BYTES)?;
@@ -268,25 +294,6 @@ fn allow_connections(config: &AggregatorConfig) -> Result<(), AggregatorError> {
     }
 }
 
-/// A client of the session.
-struct Peer {
-    /// Its number in events, by time of arrival. Its place in the session is by rank and name.
-    token: usize,
-    rank: usize,
-    name: String,
-    address: SocketAddr,
-    examples: f64,
-    writer: Arc<Writer>,
-    shared: Arc<PeerShared>,
-    reader: Option<JoinHandle<()>>,
-    streams: Vec<DataChannel>,
-    ticket: Ticket,
-    /// The ticket, bound to what the client joined with.
-    key: Ticket,
-    /// Whether it asked to be told the model's header.
-    wants_header: bool,
-}
-
 /// What the thread that reads a client's control channel shares with the lanes.
 #[derive(Default)]
 struct PeerShared {
@@ -298,53 +305,36 @@ struct PeerShared {
     sent: AtomicU64,
 }
 
-impl Peer {
-    fn label(&self) -> String {
-        label(&self.name, self.address)
-    }
-
-    fn fault(&self, error: impl Into<Fault>) -> AggregatorError {
-        AggregatorError::Client { client: self.label(), error: error.into() }
-    }
-}
-
-impl Drop for Peer {
-    /// However a session ends, also before it began, no thread and no connection outlive it.
-    fn drop(&mut self) {
-        self.writer.shut_down();
-        if let Some(reader) = self.reader.take() {
-            // The thread cannot panic, and there is nobody to tell.
-            let _ = reader.join();
-        }
-    }
-}
-
 /// An aggregator with all its clients.
 pub struct Session {
     config: AggregatorConfig,
-    manifest: Manifest,
+    lanes: Lanes,
+    upload: round::Upload,
+    members: Members,
+    /// Whose updates are in the newest mean.
+    counted: Vec<bool>,
+    /// Of [`Averaging::Wave`]: the weights, and the sums so far.
+    wave: Option<(Weights, Wave, Region)>,
+    pool: Arc<RegionPool>,
+    ready: bool,
+    model: Option<Model>,
+    round: u32,
+    phases: Vec<Phase>,
+    // Dropped last: they end threads.
+    _heartbeat: Heartbeat,
+    _admission: Admission,
+}
+
+/// How the model is cut up, and what is kept warm for each lane.
+struct Lanes {
     chunks: ChunkTable,
-    lanes: Vec<Range<usize>>,
+    ranges: Vec<Range<usize>>,
     signals: Vec<Arc<Signal>>,
     /// Of each lane, which holds the lock while it receives.
     buffers: Vec<Mutex<ChunkBuffers>>,
     tiles: Vec<TileMemory>,
     /// Absent when updates are dropped.
     layout: Option<AccumulatorLayout>,
-    weights: Weights,
-    /// Of [`Averaging::Wave`]: the sums so far.
-    wave: Option<(Wave, Region)>,
-    peers: Vec<Peer>,
-    pool: Arc<RegionPool>,
-    ready: bool,
-    model: Option<Model>,
-    round: u32,
-    phases: Vec<Phase>,
-    events: Receiver<Event>,
-    sender: Sender<Event>,
-    // Dropped last: they end threads.
-    _heartbeat: Heartbeat,
-    _admission: Admission,
 }
 
 /// Lets the data channels of a session in as long as it lives.
@@ -436,15 +426,20 @@ impl Sizes {
 }
 
 /// Reads one client's control channel until it ends.
-fn read_client(mut reader: Reader, client: usize, shared: &PeerShared, events: &Sender<Event>) {
+fn read_client(
+    mut reader: Reader,
+    connection: ConnectionId,
+    shared: &PeerShared,
+    events: &Sender<Event>,
+) {
     loop {
         let event = match reader.read(limits::MAX_FRAME_BYTES) {
             Ok(message) => match note(message, shared) {
                 Ok(None) => continue,
-                Ok(Some(message)) => Event::Message { client, message },
-                Err(error) => Event::Lost { client, error: error.into() },
+                Ok(Some(message)) => Event::Message { connection, message },
+                Err(error) => Event::Lost { connection, error: error.into() },
             },
-            Err(error) => Event::Lost { client, error },
+            Err(error) => Event::Lost { connection, error },
         };
         let last = matches!(event, Event::Lost { .. });
         if events.send(event).is_err() || last {
@@ -460,9 +455,9 @@ fn note(
 ) -> Result<Option<ClientMessage>, ProtocolError> {
     match message {
         ClientMessage::Alive => Ok(None),
-        ClientMessage::Sums { stream, sums } => {
+        ClientMessage::Sums { first, sums } => {
             let table = shared.sums.get().ok_or(ProtocolError::Unexpected { what: "checksums" })?;
-            table.announce(stream, &sums)?;
+            table.announce(first, &sums)?;
             Ok(None)
         }
         ClientMessage::Uploading { round } => {
@@ -484,12 +479,13 @@ fn note(
 impl Session {
     /// Clients of the session: name, address and weight, in client order.
     pub fn clients(&self) -> impl Iterator<Item = (&str, SocketAddr, f64)> {
-        self.peers.iter().map(|peer| (peer.name.as_str(), peer.address, peer.examples))
+        let peers = self.members.peers.iter();
+        peers.map(|peer| (peer.name.as_str(), peer.address, peer.examples))
     }
 
     /// The model's manifest: that of the initial model, else of the first client.
     pub fn manifest(&self) -> &Manifest {
-        &self.manifest
+        &self.members.terms.manifest
     }
 
     /// The newest model, if there is one. It can be read, from any thread, while it is sent; the
@@ -505,32 +501,30 @@ impl Session {
 
     /// How far each client is; can be read from another thread.
     pub fn progress(&self) -> Progress {
+        let peers = self.members.peers.iter();
         Progress {
-            clients: self.peers.iter().map(|p| (p.name.clone(), p.shared.clone())).collect(),
-            model_bytes: self.manifest.data_bytes(),
+            clients: peers.map(|peer| (peer.name.clone(), peer.shared.clone())).collect(),
+            model_bytes: self.manifest().data_bytes(),
         }
     }
 
     /// Tells every client that this aggregator cannot go on, and why.
     pub fn give_up(&self, reason: &str) {
-        gather::tell_all(&self.peers, reason);
+        self.members.tell_all(&AggregatorMessage::Failed { reason: printable(reason) });
     }
 
-    /// Tells every client that all rounds are done.
+    /// Tells every client that all rounds are done. One whose connection is broken may come back
+    /// to hear it.
     pub fn finish(mut self) -> Result<Vec<Phase>, AggregatorError> {
-        for peer in &self.peers {
-            let sent = peer.writer.send(&AggregatorMessage::Done);
-            sent.map_err(|error| peer.fault(error))?;
-        }
+        self.members.tell_all(&AggregatorMessage::Done);
         // A client closes when it has read that; only then is it sure to have.
-        let patience = Instant::now() + self.config.deadline;
-        let mut open = self.peers.len();
-        while open > 0 {
-            match self.events.recv_timeout(patience.saturating_duration_since(Instant::now())) {
-                Ok(Event::Lost { .. }) => open -= 1,
-                Ok(Event::Warm { result: Err(error) }) => return Err(error),
-                Ok(_) => {}
-                Err(_) => break,
+        let until = Instant::now() + self.config.deadline;
+        while self.members.peers.iter().any(|peer| !peer.is_gone()) {
+            match self.members.next(Some(until))? {
+                Notice::Up(peer) => self.members.tell(peer, &AggregatorMessage::Done),
+                Notice::Down(peer) => self.members.forget_if_told(peer),
+                Notice::Timeout => break,
+                _ => {}
             }
         }
         Ok(std::mem::take(&mut self.phases))

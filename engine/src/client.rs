@@ -1,37 +1,34 @@
 //! The process that holds trained parameters: joins an aggregator, sends its update, takes the
 //! model.
 
+mod link;
+mod transfer;
+
 use std::collections::VecDeque;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::ToSocketAddrs;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::channel::DataChannel;
-use crate::control::{self, Congestion, ControlChannel, Heartbeat, Reader, Writer, printable};
+use crate::control::{Congestion, Writer, printable};
 use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError};
-use crate::lane::receive::{ChunkBuffers, Incoming, Order, Shared, receive};
-use crate::lane::send::{Announce, Outgoing, send};
-use crate::lane::start_lane;
+use crate::lane::receive::{ChunkBuffers, ReceiveReport};
+use crate::lane::send::SendBroken;
 use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
-use crate::meter::{Meter, Phase};
+use crate::meter::Phase;
 use crate::paths::{ReceiveKind, SendKind};
 use crate::region::Region;
 use crate::signal::Signal;
-use crate::sink::Sink;
-use crate::sink::discard::DiscardSink;
-use crate::sink::file::{FileSink, ModelFile};
-use crate::sink::region::{Part, RegionSink};
-use crate::source::Source;
+use crate::sink::file::ModelFile;
 use crate::sums::SumTable;
-use crate::wire::checksum::model_digest;
-use crate::wire::frame;
-use crate::wire::hello::{Answer, Channel, DataHello, Preamble, Secret, Ticket, bind_ticket};
-use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
+use crate::wire::hello::Secret;
+use crate::wire::message::{AggregatorMessage, ClientMessage, Plan, WireSum};
+
+use link::{Dialler, Keeper, Link, is_interruption};
 
 /// How a client works.
 #[derive(Clone, Debug)]
@@ -50,6 +47,8 @@ pub struct ClientConfig {
     pub congestion: Congestion,
     /// How long dialling may take, and how long the aggregator may be silent before its plan says.
     pub deadline: Duration,
+    /// For how long a connection that broke is dialled again; zero for never.
+    pub reconnect: Duration,
 }
 
 /// What the aggregator wants next.
@@ -81,41 +80,81 @@ pub enum Target<'a> {
     Check,
 }
 
-/// A client of a running session.
+/// A client of a running session. Connections that break are made anew, on a thread of its own.
 pub struct Client {
-    address: SocketAddr,
     config: ClientConfig,
-    plan: Plan,
+    lanes: Lanes,
+    line: Line,
+    /// The model that it has, once it said so.
+    holds: Option<(u32, [u8; 32])>,
+    phases: Vec<Phase>,
+    keeper: Option<JoinHandle<()>>,
+    stop: Option<Sender<()>>,
+}
+
+/// How the model is cut up.
+struct Lanes {
     manifest: Manifest,
     chunks: ChunkTable,
-    lanes: Vec<Range<usize>>,
+    ranges: Vec<Range<usize>>,
     signals: Vec<Arc<Signal>>,
     /// Of each lane, which holds the lock while it receives.
     buffers: Vec<Mutex<ChunkBuffers>>,
-    streams: Vec<DataChannel>,
-    writer: Arc<Writer>,
-    shared: Arc<ClientShared>,
-    events: Receiver<Event>,
-    sender: Sender<Event>,
-    reader: Option<JoinHandle<()>>,
-    /// Messages that came while the last lane was still ending.
-    early: VecDeque<AggregatorMessage>,
-    phases: Vec<Phase>,
-    _heartbeat: Heartbeat,
 }
 
-/// What the thread that reads the control channel shares with the lanes.
-#[derive(Default)]
+impl Lanes {
+    fn cut(plan: &Plan, manifest: Manifest) -> Result<Lanes, String> {
+        let chunks = manifest.chunks(plan.chunk_bytes).map_err(|error| error.to_string())?;
+        let ranges = chunks.lanes(plan.streams as usize);
+        let signals = ranges.iter().map(|_| Signal::new().map(Arc::new));
+        let signals = signals.collect::<std::io::Result<_>>().map_err(|error| error.to_string())?;
+        let buffers = ranges.iter().map(|_| Mutex::default()).collect();
+        Ok(Lanes { manifest, chunks, ranges, signals, buffers })
+    }
+}
+
+/// What the thread that keeps the connection shares with the lanes.
 struct ClientShared {
-    sums: OnceLock<SumTable>,
+    /// Of the model that comes, or came last.
+    sums: SumTable,
+    download: Mutex<Option<(u32, [u8; 32])>>,
     sent: AtomicU64,
     came: AtomicU64,
+    /// The transfer of the round has begun.
+    began: AtomicBool,
+}
+
+impl ClientShared {
+    fn announce(&self, first: u32, sums: &[WireSum]) -> Result<(), ProtocolError> {
+        self.sums.announce(first, sums)
+    }
+
+    /// A model is announced. If it is the one that is coming already, its checksums stay.
+    fn begin_download(&self, round: u32, digest: [u8; 32]) {
+        let mut download = self.download.lock().unwrap_or_else(PoisonError::into_inner);
+        if download.replace((round, digest)) != Some((round, digest)) {
+            self.sums.clear();
+        }
+    }
 }
 
 enum Event {
     Message(AggregatorMessage),
-    Lost(ControlError),
+    /// The connection broke; it is dialled again.
+    Down,
+    /// There is a new connection.
+    Up(Box<Link>),
+    /// The connection broke for good.
+    Lost(ClientError),
+    /// A lane ended.
     Lane(Result<(), LaneError>),
+    /// From a lane that sends.
+    SendBroken(SendBroken),
+    /// From a lane that receives.
+    Received {
+        lane: usize,
+        report: ReceiveReport,
+    },
 }
 
 /// How far a client is, for progress displays.
@@ -157,6 +196,10 @@ impl Canceller {
     /// Whether an aggregator has answered since this was last asked.
     pub(crate) fn has_answered(&self) -> bool {
         std::mem::take(&mut self.state().answered)
+    }
+
+    fn is_cancelled(&self) -> bool {
+        self.state().cancelled
     }
 
     fn state(&self) -> MutexGuard<'_, CancelState> {
@@ -218,90 +261,71 @@ impl Client {
         manifest: Option<&Manifest>,
         canceller: &Canceller,
     ) -> Result<Client, ClientError> {
-        let dialled = control::dial(&address, &config.congestion, config.deadline);
-        let mut socket =
-            dialled.map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
-        // Who ends the connection at once leaves it without an address.
-        let address = socket
-            .peer_addr()
-            .map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
-        let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
-        control::write_fixed(&mut socket, &Preamble::new(Channel::Control))
-            .map_err(|error| at(error.into()))?;
-        let ControlChannel { mut reader, writer } = ControlChannel::new(socket, config.deadline)?;
-        canceller.watch(&writer)?;
-        let join = ClientMessage::Join {
-            name: config.name.clone(),
-            examples: config.examples,
-            header: manifest.map(|manifest| manifest.header().to_vec()).unwrap_or_default(),
-            place: config.secret.place(),
-        };
-        writer.send(&join).map_err(at)?;
-        let join_frame = frame::encode(&join).map_err(|error| at(error.into()))?;
-        let answer: Preamble = reader.read_fixed().map_err(at)?;
-        answer.channel().map_err(|error| at(error.into()))?;
-        canceller.state().answered = true;
-
-        let beat = |deadline| {
-            let listeners = Arc::new(Mutex::new(vec![writer.clone()]));
-            Heartbeat::start(listeners, ClientMessage::Alive, deadline)
-        };
-        // The plan says the aggregator's deadline; until then it may be any.
-        let early = beat(limits::MIN_DEADLINE)?;
-        let plan = await_plan(&mut reader, address)?;
-        let key = bind_ticket(&plan.ticket, &config.secret, &join_frame);
+        let header = manifest.map(|manifest| manifest.header().to_vec()).unwrap_or_default();
+        let (address, canceller) = (address.to_string(), canceller.clone());
+        let mut dialler = Dialler { address, config: config.clone(), header, canceller };
+        let (stop, stopped) = mpsc::channel();
+        let connected = dialler.connect(1, None).or_else(|error| {
+            // One that has answered may have been interrupted; another one was never there.
+            let answered = dialler.canceller.has_answered();
+            match is_interruption(&error) && answered && !config.reconnect.is_zero() {
+                true => dialler.connect_again(1, None, error, &stopped),
+                false => Err(error),
+            }
+        });
+        let (link, reader) = connected?;
+        let at = link.address;
+        let invalid = |why: String| ClientError::Plan { address: at.to_string(), why };
         let manifest = match manifest {
             Some(manifest) => manifest.clone(),
-            None => Manifest::from_header(&plan.header).map_err(|error| ClientError::Plan {
-                address: address.to_string(),
-                why: error.to_string(),
-            })?,
+            None => Manifest::from_header(&link.plan.header)
+                .map_err(|error| invalid(error.to_string()))?,
         };
-        let prepared = Prepared::check(&plan, &manifest, address)?;
-        let deadline = Duration::from_millis(plan.deadline_ms);
-        let heartbeat = beat(deadline)?;
-        drop(early);
-        reader.set_deadline(deadline)?;
-        let streams = open_streams(address, &plan, &key, &config)
-            .map_err(|error| last_words(&mut reader, address, error))?;
-
-        let shared = Arc::new(ClientShared::default());
-        // Nothing else sets it.
-        let _ = shared.sums.set(SumTable::new(&prepared.lanes, &prepared.signals));
+        dialler.header = manifest.header().to_vec();
+        let lanes = Lanes::cut(&link.plan, manifest).map_err(invalid)?;
+        let shared = Arc::new(ClientShared {
+            sums: SumTable::new(&lanes.ranges, &lanes.signals),
+            download: Mutex::default(),
+            sent: AtomicU64::new(0),
+            came: AtomicU64::new(0),
+            began: AtomicBool::new(true),
+        });
         let (sender, events) = mpsc::channel();
-        let (inside, out) = (shared.clone(), sender.clone());
+        let ticket = link.plan.ticket;
+        let keeper = Keeper { dialler, shared: shared.clone(), events: sender.clone(), stopped };
         let thread = std::thread::Builder::new()
             .name("control".into())
-            .spawn(move || read_aggregator(reader, &inside, &out))?;
+            .spawn(move || keeper.run(1, ticket, reader, at))?;
         Ok(Client {
-            address,
             config,
-            plan,
-            manifest,
-            chunks: prepared.chunks,
-            buffers: prepared.lanes.iter().map(|_| Mutex::default()).collect(),
-            lanes: prepared.lanes,
-            signals: prepared.signals,
-            streams,
-            writer,
-            shared,
-            events,
-            sender,
-            reader: Some(thread),
-            early: VecDeque::new(),
+            lanes,
+            line: Line {
+                address: at.to_string(),
+                plan: link.plan.clone(),
+                link: Some(link),
+                shared,
+                events,
+                sender,
+                early: VecDeque::new(),
+                put_off: VecDeque::new(),
+                broken: None,
+                linger: None,
+            },
+            holds: None,
             phases: Vec::new(),
-            _heartbeat: heartbeat,
+            keeper: Some(thread),
+            stop: Some(stop),
         })
     }
 
     /// Rounds that the session will have.
     pub fn rounds(&self) -> u32 {
-        self.plan.rounds
+        self.line.plan.rounds
     }
 
     /// The model's layout.
     pub fn manifest(&self) -> &Manifest {
-        &self.manifest
+        &self.lanes.manifest
     }
 
     /// What was measured so far.
@@ -311,12 +335,12 @@ impl Client {
 
     /// How far this client is; can be read from another thread.
     pub fn progress(&self) -> Progress {
-        Progress(self.shared.clone())
+        Progress(self.line.shared.clone())
     }
 
     /// How the model is cut into chunks in this session, for sources that are made for it.
     pub fn chunks(&self) -> &ChunkTable {
-        &self.chunks
+        &self.lanes.chunks
     }
 
     /// An error once the session has ended, without waiting: for work between the transfers.
@@ -324,298 +348,217 @@ impl Client {
     /// # Errors
     /// As [`Client::next_task`].
     pub fn check(&mut self) -> Result<(), ClientError> {
-        let mut early = std::mem::take(&mut self.early);
-        while let Ok(event) = self.events.try_recv() {
-            self.hear(event, &mut early)?;
-        }
-        self.early = early;
-        Ok(())
+        self.line.check()
     }
 
     /// Waits for what the aggregator wants next.
+    ///
+    /// # Errors
+    /// An aggregator that ends the session, or cannot be reached any more.
     pub fn next_task(&mut self) -> Result<Task, ClientError> {
-        match self.next_message()? {
-            AggregatorMessage::Download { round, digest } => Ok(Task::Download { round, digest }),
-            AggregatorMessage::Upload { round } => {
-                self.shared.sums.get().expect("set when joining").clear();
-                Ok(Task::Upload { round })
-            }
-            AggregatorMessage::Done => Ok(Task::Done),
-            _ => Err(self.unexpected("a message")),
-        }
-    }
-
-    /// Sends the update of `round` and waits until it has been verified and averaged. Until
-    /// then the source's bytes must not change.
-    ///
-    /// # Errors
-    /// A source of another layout, one that cannot be read, or an aggregator that ends.
-    pub fn upload(&mut self, round: u32, source: &dyn Source) -> Result<(), ClientError> {
-        if let Some(difference) = self.manifest.first_difference(source.manifest()) {
-            return Err(ClientError::Model { difference });
-        }
-        let kind = SendKind::choose(self.config.send_path, source)?;
-        let meter = Meter::start("upload", round);
-        self.shared.sent.store(0, Ordering::Relaxed);
-        self.tell(&ClientMessage::Uploading { round })?;
-        let known = source.checksums(self.chunks.chunk_bytes());
-        if let Some(sums) = known {
-            for (stream, lane) in self.lanes.iter().enumerate() {
-                let sent = self.writer.send_sums(&sums[lane.clone()], sums_message(stream));
-                sent.map_err(|error| self.control_error(error))?;
-            }
-        }
-        let early = self.run_lanes(self.upload_lanes(source, kind, known.is_none())?)?;
-        self.early.extend(early);
-        match self.next_message()? {
-            AggregatorMessage::Applied { round: applied } if applied == round => {}
-            _ => return Err(self.unexpected("a message")),
-        }
-        self.phases.push(meter.stop(self.manifest.data_bytes()).sent_by(kind));
-        Ok(())
-    }
-
-    fn upload_lanes<'s>(
-        &'s self,
-        source: &'s dyn Source,
-        kind: SendKind,
-        sums_unknown: bool,
-    ) -> Result<Vec<impl FnOnce() -> Result<(), LaneError> + Send + 's>, LaneError> {
-        let mut lanes = Vec::new();
-        for (lane, channel) in self.streams.iter().enumerate() {
-            // No deadline: an aggregator that lives may have reasons to read others first.
-            let stream = Outgoing::new(0, channel, kind, &self.shared.sent, None)?;
-            let (chunks, range, signal) =
-                (&self.chunks, self.lanes[lane].clone(), &self.signals[lane]);
-            let writer = &self.writer;
-            lanes.push(move || {
-                let announce = |sums: Vec<u64>| {
-                    let sent = writer.send_sums(&sums, sums_message(lane));
-                    sent.map_err(|error| std::io::Error::other(error.to_string()))
-                };
-                let announce: Option<&Announce<'_>> =
-                    if sums_unknown { Some(&announce) } else { None };
-                send(vec![stream], source, chunks, range, announce, signal)
-            });
-        }
-        Ok(lanes)
-    }
-
-    /// Receives the model of `round` into `target` and checks every chunk and the digest of the
-    /// whole. [`Client::confirm`] tells the aggregator when it is safe.
-    ///
-    /// # Errors
-    /// Bytes that do not match, a target that fails or is a region of another size than the model,
-    /// or an aggregator that ends.
-    pub fn download(
-        &mut self,
-        round: u32,
-        digest: [u8; 32],
-        target: Target<'_>,
-    ) -> Result<(), ClientError> {
-        let meter = Meter::start("download", round);
-        self.shared.came.store(0, Ordering::Relaxed);
-        let began = AtomicBool::new(true);
-        let early = match target {
-            Target::Check => {
-                let sinks = self.lanes.iter().map(|_| DiscardSink { checks: true }).collect();
-                self.run_lanes(self.download_lanes(sinks, &began)?)?
-            }
-            Target::File(file) => {
-                let sinks = self.lanes.iter().map(|_| FileSink::new(file)).collect();
-                self.run_lanes(self.download_lanes(sinks, &began)?)?
-            }
-            Target::Region(region) => {
-                let (bytes, model_bytes) =
-                    (region.bytes().len() as u64, self.manifest.data_bytes());
-                if bytes != model_bytes {
-                    return Err(ClientError::Size { bytes, model_bytes });
-                }
-                let position = region.position();
-                let (mut rest, file) = region.bytes_mut();
-                let mut sinks = Vec::new();
-                for lane in &self.lanes {
-                    let range = self.chunks.bytes_of(lane);
-                    let (bytes, after) = rest.split_at_mut((range.end - range.start) as usize);
-                    rest = after;
-                    let part = Part { bytes, file, position, start: range.start };
-                    sinks.push(RegionSink::new(vec![part]));
-                }
-                self.run_lanes(self.download_lanes(sinks, &began)?)?
-            }
-        };
-        self.early.extend(early);
-        for channel in &self.streams {
-            channel.refuse_more().map_err(|error| self.transfer_error(error))?;
-        }
-        if self.received_digest() != digest {
-            return Err(ClientError::Digest { address: self.address.to_string() });
-        }
-        let phase = meter.stop(self.manifest.data_bytes());
-        self.phases.push(phase.received_by(self.config.receive_path));
-        Ok(())
-    }
-
-    /// Tells the aggregator that the model of `round` is safe.
-    pub fn confirm(&mut self, round: u32) -> Result<(), ClientError> {
-        self.tell(&ClientMessage::Received { round, digest: self.received_digest() })
-    }
-
-    /// The checksums of the chunks that came, each of which matched.
-    pub(crate) fn received_sums(&self) -> Vec<u64> {
-        self.shared.sums.get().expect("set when joining").all(&self.lanes)
-    }
-
-    fn received_digest(&self) -> [u8; 32] {
-        let (layout, chunk_bytes) = (self.manifest.layout_digest(), self.chunks.chunk_bytes());
-        model_digest(&layout, chunk_bytes, &self.received_sums())
-    }
-
-    fn download_lanes<'s, S: Sink + 's>(
-        &'s self,
-        sinks: Vec<S>,
-        began: &'s AtomicBool,
-    ) -> Result<Vec<impl FnOnce() -> Result<(), LaneError> + Send + 's>, LaneError> {
-        let table = self.shared.sums.get().expect("set when joining");
-        let deadline = Some(Duration::from_millis(self.plan.deadline_ms));
-        let mut lanes = Vec::new();
-        for (lane, mut sink) in sinks.into_iter().enumerate() {
-            let shared = Shared { sums: table.stream(lane), began, moved: &self.shared.came };
-            let channel = &self.streams[lane];
-            let stream = Incoming::new(0, channel, self.config.receive_path, shared, deadline)?;
-            let (chunks, range, signal) =
-                (&self.chunks, self.lanes[lane].clone(), &self.signals[lane]);
-            let buffers = &self.buffers[lane];
-            lanes.push(move || {
-                let mut buffers = buffers.lock().unwrap_or_else(PoisonError::into_inner);
-                receive(vec![stream], chunks, range, Order::Client, &mut sink, &mut buffers, signal)
-            });
-        }
-        Ok(lanes)
-    }
-
-    /// Runs lanes, and meanwhile hears what the aggregator says. Gives the messages that came for
-    /// later: the aggregator may be done with the last byte, and go on, before the thread that
-    /// sent it has said so.
-    fn run_lanes<L>(&self, lanes: Vec<L>) -> Result<VecDeque<AggregatorMessage>, ClientError>
-    where
-        L: FnOnce() -> Result<(), LaneError> + Send,
-    {
-        let mut running = lanes.len();
-        let (mut early, mut failure) = (VecDeque::new(), None::<ClientError>);
-        let mut cancelled = false;
-        std::thread::scope(|scope| {
-            for lane in lanes {
-                let sender = self.sender.clone();
-                start_lane(scope, lane, move |result| {
-                    // This client holds the other end while lanes run.
-                    let _ = sender.send(Event::Lane(result));
-                });
-            }
-            while running > 0 {
-                let Ok(event) = self.events.recv() else { break };
-                running -= usize::from(matches!(event, Event::Lane(_)));
-                cancelled |= matches!(event, Event::Lane(Err(LaneError::Cancelled)));
-                if let Err(error) = self.hear(event, &mut early) {
-                    self.signals.iter().for_each(|signal| signal.cancel());
-                    let ended = matches!(error, ClientError::Ended { .. });
-                    if failure.as_ref().is_none_or(|first| ended && first.is_first_sign()) {
-                        failure = Some(error);
-                    }
-                }
-            }
-        });
-        match failure {
-            Some(error) => Err(self.explain(error)),
-            // Only a client that has failed before has lanes that end at once.
-            None if cancelled => Err(LaneError::Cancelled.into()),
-            None => Ok(early),
-        }
-    }
-
-    fn hear(
-        &self,
-        event: Event,
-        early: &mut VecDeque<AggregatorMessage>,
-    ) -> Result<(), ClientError> {
-        match event {
-            Event::Lane(Ok(()) | Err(LaneError::Cancelled)) => Ok(()),
-            Event::Lane(Err(error)) => Err(self.lane_error(error)),
-            Event::Lost(error) => Err(self.control_error(error)),
-            Event::Message(message) => match self.ended(&message) {
-                Some(error) => Err(error),
-                None if early.len() < limits::EARLY_MESSAGES => {
-                    early.push_back(message);
-                    Ok(())
-                }
-                None => Err(self.unexpected("a message")),
-            },
-        }
-    }
-
-    /// A data channel that breaks is often only the first sign: the aggregator's last words say
-    /// more.
-    fn explain(&self, error: ClientError) -> ClientError {
-        let patience = Instant::now() + limits::LAST_WORDS;
-        if !error.is_first_sign() {
-            return error;
-        }
         loop {
-            match self.events.recv_timeout(patience.saturating_duration_since(Instant::now())) {
-                Ok(Event::Message(message)) => {
-                    if let Some(ended) = self.ended(&message) {
-                        return ended;
+            match self.line.next()? {
+                Notice::Message(AggregatorMessage::Download { round, digest }) => {
+                    // Our word was lost with the connection.
+                    if self.holds == Some((round, digest)) {
+                        self.line.tell(&ClientMessage::Received { round, digest });
+                        continue;
                     }
+                    return Ok(Task::Download { round, digest });
                 }
-                Ok(_) => {}
-                Err(_) => return error,
+                Notice::Message(AggregatorMessage::Upload { round }) => {
+                    return Ok(Task::Upload { round });
+                }
+                Notice::Message(AggregatorMessage::Done) => return Ok(Task::Done),
+                // Said again after an interruption.
+                Notice::Message(AggregatorMessage::Applied { .. }) => {}
+                Notice::Message(_) => return Err(self.unexpected("a message")),
+                // Of lanes that nobody runs any more.
+                _ => {}
             }
         }
     }
 
-    fn next_message(&mut self) -> Result<AggregatorMessage, ClientError> {
-        if let Some(message) = self.early.pop_front() {
-            return Ok(message);
-        }
-        match self.events.recv() {
-            Ok(Event::Message(message)) => match self.ended(&message) {
-                Some(error) => Err(error),
-                None => Ok(message),
-            },
-            Ok(Event::Lost(error)) => Err(self.control_error(error)),
-            Ok(Event::Lane(_)) | Err(_) => Err(self.control_error(ControlError::Closed)),
-        }
-    }
-
-    fn ended(&self, message: &AggregatorMessage) -> Option<ClientError> {
-        match message {
-            AggregatorMessage::Failed { reason } => Some(ClientError::Ended {
-                address: self.address.to_string(),
-                reason: printable(reason),
-            }),
-            _ => None,
-        }
+    /// Tells the aggregator that the model of `round` is safe. If the connection is broken it hears
+    /// it later.
+    pub fn confirm(&mut self, round: u32) {
+        let digest = self.received_digest();
+        self.holds = Some((round, digest));
+        self.line.tell(&ClientMessage::Received { round, digest });
     }
 
     /// Tells the aggregator that this client cannot go on, and why.
     pub fn give_up(&self, reason: &str) {
-        // An aggregator that is gone need not hear it.
-        let _ = self.writer.send(&ClientMessage::Failed { reason: printable(reason) });
-    }
-
-    fn tell(&self, message: &ClientMessage) -> Result<(), ClientError> {
-        self.writer.send(message).map_err(|error| self.explain(self.control_error(error)))
-    }
-
-    fn control_error(&self, error: ControlError) -> ClientError {
-        ClientError::Control { address: self.address.to_string(), error }
-    }
-
-    fn transfer_error(&self, error: TransferError) -> ClientError {
-        ClientError::Transfer { address: self.address.to_string(), error }
+        self.line.tell(&ClientMessage::Failed { reason: printable(reason) });
     }
 
     pub(crate) fn unexpected(&self, what: &'static str) -> ClientError {
+        self.line.unexpected(what)
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.stop.take();
+        let is_connected = self.line.link.take().inspect(Link::shut_down).is_some();
+        if let Some(keeper) = self.keeper.take().filter(|_| is_connected) {
+            // The thread cannot panic, and there is nobody to tell. One that dials ends by itself.
+            let _ = keeper.join();
+        }
+    }
+}
+
+/// What a client has to react to.
+enum Notice {
+    Message(AggregatorMessage),
+    Down,
+    Up,
+    Lane(Result<(), LaneError>),
+    SendBroken(SendBroken),
+    Received { lane: usize, report: ReceiveReport },
+}
+
+/// The connection as the client's own thread sees it.
+struct Line {
+    address: String,
+    plan: Plan,
+    /// Absent while it is dialled again.
+    link: Option<Link>,
+    shared: Arc<ClientShared>,
+    events: Receiver<Event>,
+    sender: Sender<Event>,
+    /// Messages that came while nobody waited for them.
+    early: VecDeque<AggregatorMessage>,
+    /// Events that came when nobody could react to them.
+    put_off: VecDeque<Event>,
+    /// The first sign that the connection is broken.
+    broken: Option<ClientError>,
+    /// Until when the aggregator's last words are awaited on a connection that is broken.
+    linger: Option<Instant>,
+}
+
+impl Line {
+    fn next(&mut self) -> Result<Notice, ClientError> {
+        if let Some(message) = self.early.pop_front() {
+            return Ok(Notice::Message(message));
+        }
+        loop {
+            let event = match self.linger {
+                _ if !self.put_off.is_empty() => self.put_off.pop_front(),
+                None => self.events.recv().ok(),
+                Some(until) => {
+                    let left = until.saturating_duration_since(Instant::now());
+                    match self.events.recv_timeout(left) {
+                        Err(RecvTimeoutError::Timeout) => {
+                            self.hang_up();
+                            continue;
+                        }
+                        event => event.ok(),
+                    }
+                }
+            };
+            // This holds the other end.
+            let event = event.ok_or_else(|| self.control_error(ControlError::Closed))?;
+            if let Some(notice) = self.understand(event)? {
+                return Ok(notice);
+            }
+        }
+    }
+
+    fn check(&mut self) -> Result<(), ClientError> {
+        loop {
+            let put_off = self.put_off.pop_front().ok_or(TryRecvError::Empty);
+            match put_off.or_else(|_| self.events.try_recv()) {
+                Ok(event) => match self.understand(event)? {
+                    Some(Notice::Message(_)) if self.early.len() >= limits::EARLY_MESSAGES => {
+                        return Err(self.unexpected("a message"));
+                    }
+                    Some(Notice::Message(message)) => self.early.push_back(message),
+                    _ => {}
+                },
+                Err(TryRecvError::Empty | TryRecvError::Disconnected) => return Ok(()),
+            }
+        }
+    }
+
+    fn understand(&mut self, event: Event) -> Result<Option<Notice>, ClientError> {
+        Ok(Some(match event {
+            Event::Message(AggregatorMessage::Failed { reason }) => {
+                let (address, reason) = (self.address.clone(), printable(&reason));
+                return Err(ClientError::Ended { address, reason });
+            }
+            Event::Message(message) => Notice::Message(message),
+            Event::Down => {
+                self.hang_up();
+                self.early.clear();
+                Notice::Down
+            }
+            Event::Up(link) => {
+                let (old, new) = (&self.plan, &link.plan);
+                if (old.streams, old.chunk_bytes) != (new.streams, new.chunk_bytes) {
+                    let why = "it is not the plan of before; start both with the same --streams \
+                               and --chunk-bytes";
+                    let address = self.address.clone();
+                    return Err(ClientError::Plan { address, why: why.into() });
+                }
+                self.plan = link.plan.clone();
+                self.link = Some(*link);
+                self.broken = None;
+                tracing::info!("aggregator {} is back", self.address);
+                Notice::Up
+            }
+            Event::Lost(error) => {
+                self.link = None;
+                return Err(match (self.broken.take(), error) {
+                    (Some(first), error) if is_interruption(&error) => first,
+                    (_, error) => error,
+                });
+            }
+            Event::Lane(result) => Notice::Lane(result),
+            Event::SendBroken(broken) => Notice::SendBroken(broken),
+            Event::Received { lane, report } => Notice::Received { lane, report },
+        }))
+    }
+
+    /// A data channel of a connection is broken. The aggregator may still say why; if another
+    /// connection would not help, the error is the client's.
+    fn break_off(&mut self, connection: u64, error: TransferError) -> Result<(), ClientError> {
+        if self.link.as_ref().is_none_or(|link| link.id != connection) {
+            return Ok(());
+        }
+        let error = self.transfer_error(error);
+        if !is_interruption(&error) {
+            return Err(error);
+        }
+        if self.broken.is_none() {
+            self.broken = Some(error);
+            self.linger = Some(Instant::now() + limits::LAST_WORDS);
+        }
+        Ok(())
+    }
+
+    /// Ends the connection. Its keeper then makes another one.
+    fn hang_up(&mut self) {
+        self.linger = None;
+        self.link.take().iter().for_each(Link::shut_down);
+    }
+
+    /// Says something, if there is a connection. One that breaks is noticed by its reader.
+    fn tell(&self, message: &ClientMessage) {
+        if let Some(link) = &self.link {
+            let _ = link.writer.send(message);
+        }
+    }
+
+    fn control_error(&self, error: ControlError) -> ClientError {
+        ClientError::Control { address: self.address.clone(), error }
+    }
+
+    fn transfer_error(&self, error: TransferError) -> ClientError {
+        ClientError::Transfer { address: self.address.clone(), error }
+    }
+
+    fn unexpected(&self, what: &'static str) -> ClientError {
         self.control_error(ProtocolError::Unexpected { what }.into())
     }
 
@@ -627,164 +570,6 @@ impl Client {
             LaneError::Peer { error: TransferError::Sink(error), .. } => error.into(),
             LaneError::Peer { error, .. } => self.transfer_error(error),
             error => ClientError::Lane(error),
-        }
-    }
-}
-
-impl ClientError {
-    /// Whether the aggregator's last words may say why.
-    fn is_first_sign(&self) -> bool {
-        matches!(
-            self,
-            ClientError::Transfer { error: TransferError::Closed | TransferError::Io(_), .. }
-                | ClientError::Control { .. }
-        )
-    }
-}
-
-impl Drop for Client {
-    fn drop(&mut self) {
-        self.writer.shut_down();
-        if let Some(reader) = self.reader.take() {
-            // The thread cannot panic, and there is nobody to tell.
-            let _ = reader.join();
-        }
-    }
-}
-
-/// The plan comes when the last client has joined; until then only signs of life do.
-fn await_plan(reader: &mut Reader, address: SocketAddr) -> Result<Plan, ClientError> {
-    let address = address.to_string();
-    loop {
-        match reader.read(limits::MAX_FRAME_BYTES) {
-            Ok(AggregatorMessage::Alive) => {}
-            Ok(AggregatorMessage::Plan(plan)) => return Ok(plan),
-            Ok(AggregatorMessage::Failed { reason }) => {
-                return Err(ClientError::Ended { address, reason: printable(&reason) });
-            }
-            Ok(AggregatorMessage::Done) => return Err(ClientError::NotWanted { address }),
-            Ok(_) => {
-                let error = ProtocolError::Unexpected { what: "a message" }.into();
-                return Err(ClientError::Control { address, error });
-            }
-            Err(error) => return Err(ClientError::Control { address, error }),
-        }
-    }
-}
-
-/// A data channel that cannot be opened is often only the first sign that the session has ended:
-/// the control channel says why.
-fn last_words(reader: &mut Reader, address: SocketAddr, error: ClientError) -> ClientError {
-    if reader.set_deadline(limits::LAST_WORDS).is_err() {
-        return error;
-    }
-    let patience = Instant::now() + limits::LAST_WORDS;
-    while Instant::now() < patience {
-        match reader.read(limits::MAX_FRAME_BYTES) {
-            Ok(AggregatorMessage::Failed { reason }) => {
-                let (address, reason) = (address.to_string(), printable(&reason));
-                return ClientError::Ended { address, reason };
-            }
-            Ok(AggregatorMessage::Alive) => {}
-            _ => break,
-        }
-    }
-    error
-}
-
-/// What a plan comes to for this model.
-struct Prepared {
-    chunks: ChunkTable,
-    lanes: Vec<Range<usize>>,
-    signals: Vec<Arc<Signal>>,
-}
-
-impl Prepared {
-    fn check(plan: &Plan, manifest: &Manifest, address: SocketAddr) -> Result<Self, ClientError> {
-        let invalid = |why: String| ClientError::Plan { address: address.to_string(), why };
-        let within = |what: &str, value: u64, least: u64, most: u64| {
-            if (least..=most).contains(&value) {
-                Ok(())
-            } else {
-                Err(invalid(format!("{what} {value} is not between {least} and {most}")))
-            }
-        };
-        within("streams", plan.streams.into(), 1, limits::MAX_STREAMS as u64)?;
-        within("chunk bytes", plan.chunk_bytes, limits::MIN_CHUNK_BYTES, limits::MAX_CHUNK_BYTES)?;
-        within("deadline", plan.deadline_ms, limits::MIN_DEADLINE_MS, limits::MAX_DEADLINE_MS)?;
-        let chunks =
-            manifest.chunks(plan.chunk_bytes).map_err(|error| invalid(error.to_string()))?;
-        let lanes = chunks.lanes(plan.streams as usize);
-        let signals: std::io::Result<_> =
-            lanes.iter().map(|_| Signal::new().map(Arc::new)).collect();
-        Ok(Prepared { chunks, lanes, signals: signals? })
-    }
-}
-
-fn open_streams(
-    address: SocketAddr,
-    plan: &Plan,
-    key: &Ticket,
-    config: &ClientConfig,
-) -> Result<Vec<DataChannel>, ClientError> {
-    (0..plan.streams).map(|stream| open_stream(address, plan, key, config, stream)).collect()
-}
-
-fn open_stream(
-    address: SocketAddr,
-    plan: &Plan,
-    key: &Ticket,
-    config: &ClientConfig,
-    stream: u32,
-) -> Result<DataChannel, ClientError> {
-    let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
-    let deadline = Duration::from_millis(plan.deadline_ms);
-    let mut socket = control::dial(address, &config.congestion, deadline)
-        .map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
-    socket.set_read_timeout(Some(deadline))?;
-    let hello = DataHello::new(plan.session, plan.client, stream, key);
-    control::write_fixed(&mut socket, &Preamble::new(Channel::Data))
-        .and_then(|()| control::write_fixed(&mut socket, &hello))
-        .map_err(|error| at(error.into()))?;
-    let answer: Preamble = control::read_fixed(&mut socket).map_err(at)?;
-    answer.channel().map_err(|error| at(error.into()))?;
-    match answer.answer().map_err(|error| at(error.into()))? {
-        Answer::Admitted => {}
-        answer => {
-            let (address, answer) = (address.to_string(), answer.text());
-            return Err(ClientError::Refused { address, stream, answer });
-        }
-    }
-    Ok(DataChannel::new(socket)?)
-}
-
-fn sums_message(stream: usize) -> impl Fn(Vec<crate::wire::message::WireSum>) -> ClientMessage {
-    move |sums| ClientMessage::Sums { stream: stream as u32, sums }
-}
-
-/// Reads the aggregator's control channel until it ends.
-fn read_aggregator(mut reader: Reader, shared: &ClientShared, events: &Sender<Event>) {
-    loop {
-        let event = match reader.read(limits::MAX_FRAME_BYTES) {
-            Ok(AggregatorMessage::Alive) => continue,
-            Ok(AggregatorMessage::Sums { stream, sums }) => {
-                let table = shared.sums.get().expect("set when joining");
-                match table.announce(stream, &sums) {
-                    Ok(()) => continue,
-                    Err(error) => Event::Lost(error.into()),
-                }
-            }
-            Ok(message) => {
-                if matches!(message, AggregatorMessage::Download { .. }) {
-                    shared.sums.get().expect("set when joining").clear();
-                }
-                Event::Message(message)
-            }
-            Err(error) => Event::Lost(error),
-        };
-        let last = matches!(event, Event::Lost(_));
-        if events.send(event).is_err() || last {
-            return;
         }
     }
 }

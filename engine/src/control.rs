@@ -3,6 +3,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,7 +19,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use crate::error::ControlError;
 use crate::limits;
 use crate::wire::frame;
-use crate::wire::message::WireSum;
+use crate::wire::message::{ChunkRange, WireSum};
 
 /// The sending half of a control channel, for any thread.
 pub struct Writer {
@@ -60,14 +61,29 @@ impl Writer {
         Ok(written?)
     }
 
-    /// Sends checksums, in messages made by `wrap`.
+    /// Sends the checksums of the chunks from `first` on, in messages made by `wrap`.
     pub fn send_sums<T: Serialize>(
         &self,
+        first: usize,
         sums: &[u64],
-        wrap: impl Fn(Vec<WireSum>) -> T,
+        wrap: impl Fn(u32, Vec<WireSum>) -> T,
     ) -> Result<(), ControlError> {
-        for part in sums.chunks(limits::SUMS_PER_MESSAGE) {
-            self.send(&wrap(part.iter().map(|sum| sum.to_le_bytes()).collect()))?;
+        for (index, part) in sums.chunks(limits::SUMS_PER_MESSAGE).enumerate() {
+            // A model has at most `MAX_CHUNKS`.
+            let first = (first + index * limits::SUMS_PER_MESSAGE) as u32;
+            self.send(&wrap(first, part.iter().map(|sum| sum.to_le_bytes()).collect()))?;
+        }
+        Ok(())
+    }
+
+    /// Sends ranges of chunks, in messages made by `wrap`.
+    pub fn send_ranges<T: Serialize>(
+        &self,
+        chunks: &[Range<usize>],
+        wrap: impl Fn(Vec<ChunkRange>) -> T,
+    ) -> Result<(), ControlError> {
+        for part in chunks.chunks(limits::RANGES_PER_MESSAGE) {
+            self.send(&wrap(part.iter().map(ChunkRange::from).collect()))?;
         }
         Ok(())
     }
@@ -182,6 +198,12 @@ fn silence(error: io::Error) -> ControlError {
     }
 }
 
+/// Silence after which a connection is dialled again, or given up where it is not: early enough that
+/// there is time for it before the peer's deadline.
+pub fn silence_limit(deadline: Duration, reconnect: Duration) -> Duration {
+    if reconnect.is_zero() { deadline } else { deadline / 2 }
+}
+
 /// Sends a sign of life to every peer until it is dropped.
 pub struct Heartbeat {
     stop: Option<mpsc::Sender<()>>,
@@ -204,7 +226,10 @@ impl Heartbeat {
                 let all = listeners.lock().unwrap_or_else(PoisonError::into_inner).clone();
                 for listener in all {
                     // A dead peer is found by whoever reads from it.
-                    let _ = listener.send_if_idle(&message);
+                    if listener.send_if_idle(&message).is_err() {
+                        let mut left = listeners.lock().unwrap_or_else(PoisonError::into_inner);
+                        left.retain(|other| !Arc::ptr_eq(other, &listener));
+                    }
                 }
             }
         })?;

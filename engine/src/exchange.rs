@@ -360,6 +360,8 @@ fn session_config(config: &ExchangeConfig, averaging: Averaging) -> AggregatorCo
         order: Order::Client,
         averaging,
         congestion: config.congestion.clone(),
+        // A transfer that breaks is begun anew.
+        reconnect: Duration::ZERO,
         ..AggregatorConfig::default()
     }
 }

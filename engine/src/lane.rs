@@ -1,13 +1,18 @@
 //! The hot loops. A lane is one thread that owns a range of the parameters and one stream of
 //! every peer for that range, so no two threads touch the same bytes and no lock is needed.
+//!
+//! A lane outlives the connections of its peers: who runs it attaches and detaches them, and tells
+//! it when it is done.
 
 pub mod receive;
 pub mod send;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::Scope;
 use std::time::{Duration, Instant};
 
@@ -42,6 +47,49 @@ fn run_lane(lane: impl FnOnce() -> Result<(), LaneError>) -> Result<(), LaneErro
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().map(|text| (*text).to_string());
     text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default()
+}
+
+/// What a lane is told to do, and its signal.
+pub struct Inbox<T> {
+    orders: Mutex<VecDeque<T>>,
+    signal: Arc<Signal>,
+}
+
+impl<T> Inbox<T> {
+    /// An empty one for the lane with this signal.
+    pub fn new(signal: Arc<Signal>) -> Inbox<T> {
+        Inbox { orders: Mutex::default(), signal }
+    }
+
+    /// Gives the lane an order.
+    pub fn put(&self, order: T) {
+        self.orders.lock().unwrap_or_else(PoisonError::into_inner).push_back(order);
+        self.signal.wake();
+    }
+
+    fn take(&self) -> Option<T> {
+        self.orders.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
+    }
+
+    /// Ends the lane at once.
+    pub fn cancel(&self) {
+        self.signal.cancel();
+    }
+}
+
+/// Which of a peer's connections: they are numbered as they come.
+pub type ConnectionId = u64;
+
+/// Joins chunk numbers into ranges, in the order given.
+fn ranges(chunks: impl IntoIterator<Item = usize>) -> Vec<Range<usize>> {
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    for chunk in chunks {
+        match ranges.last_mut() {
+            Some(last) if last.end == chunk => last.end += 1,
+            _ => ranges.push(chunk..chunk + 1),
+        }
+    }
+    ranges
 }
 
 /// Waits for any of a lane's sockets, or for its signal.

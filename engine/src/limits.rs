@@ -78,6 +78,13 @@ pub const MAX_FRAME_BYTES: u64 = MAX_HEADER_BYTES + (64 << 10);
 /// Checksums in one control message, 32 KiB of them: signs of life wait no longer than that takes.
 pub const SUMS_PER_MESSAGE: usize = 4096;
 
+/// Ranges of chunks in one control message.
+pub const RANGES_PER_MESSAGE: usize = 4096;
+
+/// How often a chunk that does not match its checksum is asked for again: whatever changes it each
+/// time is no accident.
+pub const MAX_REPEATS: u32 = 3;
+
 /// Descriptors that an aggregator has besides those of its clients: standard streams, listener,
 /// regions, pollers.
 pub const OWN_DESCRIPTORS: u64 = 16;
@@ -85,9 +92,8 @@ pub const OWN_DESCRIPTORS: u64 = 16;
 /// Open files that an exchange asks for: many transfers at once take a few each.
 pub const EXCHANGE_DESCRIPTORS: u64 = 1 << 16;
 
-/// Messages that may come while the lanes of an upload are still ending: it is applied, the model
-/// is coming.
-pub const EARLY_MESSAGES: usize = 4;
+/// Messages that may come while a client trains: an update is wanted on each stream.
+pub const EARLY_MESSAGES: usize = 4 * MAX_STREAMS;
 
 /// Chunks of one lane whose sums stay in a cache, so that clients may be a few chunks apart.
 pub const MEAN_TILES: usize = 4;
@@ -131,6 +137,12 @@ pub const MAX_DEADLINE_MS: u64 = 24 * 3600 * 1000;
 /// Bytes a second at which even the slowest disk saves a model: a client that has received a model
 /// may take so long, beyond the deadline, until it confirms.
 pub const SLOWEST_DISK_BYTES_S: u64 = 10 << 20;
+
+/// Pause before a connection that broke is dialled again for the second time; later ones grow.
+pub const FIRST_PAUSE: Duration = Duration::from_millis(50);
+
+/// Longest of these pauses.
+pub const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 /// How long to wait for a peer's reason after its data channel broke.
 pub const LAST_WORDS: Duration = Duration::from_millis(500);

@@ -117,16 +117,45 @@ impl Weights {
             |&w: &f64| shift.map_or((w > 0.0).into(), |shift| times_power_of_two(w, shift));
         let clients: Vec<Weight> =
             weights.iter().map(scaled).map(|w| Weight { f32: w as f32, f64: w }).collect();
-        let denominator = Weight {
-            f32: clients.iter().map(|w| f64::from(w.f32)).sum::<f64>() as f32,
-            f64: clients.iter().map(|w| w.f64).sum(),
-        };
-        Ok(Weights { clients, denominator })
+        Ok(Weights { denominator: Self::denominator(&clients), clients })
     }
 
     /// The scaled weight of a client, by its index in the slice given to [`Weights::new`].
     pub fn get(&self, client: usize) -> Option<Weight> {
         self.clients.get(client).copied()
+    }
+
+    /// Leaves a client out, so that the means of the others alone come out, with the same bits. True
+    /// if only one with a positive weight is left, whose tensor is then the mean itself: sums that
+    /// were made before are of no use.
+    ///
+    /// # Errors
+    /// No weight is left; nothing has changed then.
+    pub fn lose(&mut self, client: usize) -> Result<bool, ReducerError> {
+        let mut left = self.clients.clone();
+        match left.get_mut(client) {
+            Some(weight) if weight.is_positive() => *weight = Weight { f32: 0.0, f64: 0.0 },
+            _ => return Ok(false),
+        }
+        match left.iter().filter(|weight| weight.is_positive()).count() {
+            0 => return Err(ReducerError::NoWeight),
+            1 => {
+                let alone = |w: &Weight| f64::from(u8::from(w.is_positive()));
+                *self = Weights::new(&left.iter().map(alone).collect::<Vec<_>>())?;
+                Ok(true)
+            }
+            _ => {
+                *self = Weights { denominator: Self::denominator(&left), clients: left };
+                Ok(false)
+            }
+        }
+    }
+
+    fn denominator(clients: &[Weight]) -> Weight {
+        Weight {
+            f32: clients.iter().map(|w| f64::from(w.f32)).sum::<f64>() as f32,
+            f64: clients.iter().map(|w| w.f64).sum(),
+        }
     }
 
     /// Number of clients, those of weight zero included.

@@ -33,6 +33,25 @@ pub trait Sink: Send {
     /// leave another one, at least as large.
     fn accept(&mut self, peer: usize, chunk: &Chunk, buffer: &mut Region) -> Result<(), SinkError>;
 
+    /// Whether the peers' chunks are mixed: none can then be taken out again.
+    fn mixes(&self) -> bool {
+        false
+    }
+
+    /// A peer is lost: from now on a chunk is complete without it. True if what has come of the
+    /// others has to come again, all of it.
+    fn lose(&mut self, _peer: usize) -> Result<bool, SinkError> {
+        Ok(false)
+    }
+
+    /// Drops what has come of a chunk: it will come again, from every peer.
+    fn forget(&mut self, _chunk: &Chunk) {}
+
+    /// Completes a chunk if it has come from every peer that is not lost.
+    fn complete(&mut self, _chunk: &Chunk) -> Result<(), SinkError> {
+        Ok(())
+    }
+
     /// All chunks of the lane have come.
     fn end(&mut self) -> Result<(), SinkError> {
         Ok(())

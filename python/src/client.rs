@@ -121,7 +121,7 @@ impl Client {
                 None => fedlane::region::Region::new(bytes)?,
             };
             engine.download(round, digest, Target::Region(&mut memory))?;
-            engine.confirm(round)?;
+            engine.confirm(round);
             Ok(memory)
         })?;
         let model = Py::new(py, Region::wrap(Arc::new(memory), self.manifest.clone()))?;
@@ -178,6 +178,7 @@ impl Client {
             receive_path: ReceiveKind::default(),
             congestion: Congestion::Auto,
             deadline: Duration::from_millis(blocking::check_deadline(deadline_ms)?),
+            reconnect: Duration::from_millis(deadline_ms),
         };
         let manifest = model.get().manifest().clone();
         let canceller = Canceller::default();
@@ -226,7 +227,7 @@ impl Client {
     /// aggregator ends the session, also if the update was changed while it was sent; FedlaneError
     /// if no update is wanted.
     #[pyo3(signature = (update=None))]
-    fn send(&self, py: Python<'_>, update: Option<Py<Region>>) -> PyResult<()> {
+    fn send(&self, py: Python<'_>, update: Option<Py<Region>>) -> PyResult<bool> {
         let update = update.map_or_else(|| self.model(py), Ok)?;
         let region = update.get();
         if let Some(difference) = self.manifest.first_difference(region.manifest()) {
@@ -244,7 +245,7 @@ impl Client {
             }
         };
         let (memory, manifest) = (region.memory().clone(), self.manifest.clone());
-        let (engine, ()) = region.while_frozen(py, || {
+        let (engine, counted) = region.while_frozen(py, || {
             self.call(py, engine, Some("upload"), move |engine| {
                 let threads = std::thread::available_parallelism().map_or(1, usize::from);
                 let source = RegionSource::seal(&manifest, &memory, engine.chunks(), threads);
@@ -252,7 +253,7 @@ impl Client {
             })
         })?;
         self.put_back(State::Idle(engine));
-        Ok(())
+        Ok(counted)
     }
 
     fn __iter__(slf: Py<Self>) -> Py<Self> {

@@ -14,16 +14,26 @@ use super::{Event, Joined};
 use crate::channel::DataChannel;
 use crate::control::{self, Congestion, ControlChannel, printable};
 use crate::error::{ControlError, DoorError};
+use crate::lane::ConnectionId;
 use crate::limits;
 use crate::wire::frame;
 use crate::wire::hello::{Answer, Channel, DataHello, Place, Preamble, Secret, SessionId, Ticket};
 use crate::wire::message::ClientMessage;
 
-/// Who may open data channels of a session, which streams are open already, and who wants to know.
+/// Who may open data channels of a session, and who wants to know.
 pub(crate) struct Tickets {
-    pub streams: u32,
-    pub clients: HashMap<u32, (Ticket, Vec<bool>)>,
+    pub clients: HashMap<u32, Pass>,
     pub events: Sender<Event>,
+}
+
+/// What lets the data channels of one client's connection in.
+pub(crate) struct Pass {
+    /// What their hellos prove to know.
+    pub key: Ticket,
+    /// The connection.
+    pub connection: ConnectionId,
+    /// Which streams are open already.
+    pub taken: Vec<bool>,
 }
 
 /// Takes everyone who has said what he comes for.
@@ -91,6 +101,13 @@ impl Door {
     /// From now on data channels of this session with these tickets are let in.
     pub fn admit(&self, session: SessionId, tickets: Tickets) {
         self.hall.sessions().insert(session, tickets);
+    }
+
+    /// A client of this session has a new connection; data channels of the old one stay out.
+    pub fn readmit(&self, session: SessionId, client: u32, pass: Pass) {
+        if let Some(tickets) = self.hall.sessions().get_mut(&session) {
+            tickets.clients.insert(client, pass);
+        }
     }
 
     /// The session is over.
@@ -228,10 +245,20 @@ fn welcome_client(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorErr
     drop(room);
     let frame = frame::encode(&message).map_err(ControlError::from)?;
     let visit = match message {
-        ClientMessage::Join { name, examples, header, place } => {
+        ClientMessage::Join { name, examples, header, place, resumes } => {
             let (name, secret) = (printable(&name), Secret::OPEN);
-            let joined =
-                Joined { channel, address, name, examples, header, place, secret, frame, rank: 0 };
+            let joined = Joined {
+                channel,
+                address,
+                name,
+                examples,
+                header,
+                place,
+                resumes,
+                secret,
+                frame,
+                rank: 0,
+            };
             Visit::Join(Box::new(joined))
         }
         ClientMessage::Call { name, place } => {
@@ -272,23 +299,25 @@ fn welcome_stream(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorErr
     let checked = check_ticket(&hello, hall);
     let answer = checked.as_ref().err().copied().unwrap_or(Answer::Admitted);
     control::write_fixed(&mut socket, &Preamble::answering(Channel::Data, answer))?;
-    let events = checked.map_err(|answer| DoorError::Ticket { answer: answer.text() })?;
+    let (events, connection) =
+        checked.map_err(|answer| DoorError::Ticket { answer: answer.text() })?;
     let channel = DataChannel::new(socket)?;
-    let (client, stream) = (hello.client(), hello.stream());
-    Ok(Visitor::Stream(events, Event::Stream { client, stream, channel }))
+    let stream = hello.stream();
+    Ok(Visitor::Stream(events, Event::Stream { connection, stream, channel }))
 }
 
 /// Who waits for this stream, if it may come.
-fn check_ticket(hello: &DataHello, hall: &Hall) -> Result<Sender<Event>, Answer> {
+fn check_ticket(hello: &DataHello, hall: &Hall) -> Result<(Sender<Event>, ConnectionId), Answer> {
     let mut sessions = hall.sessions();
     let tickets = sessions.get_mut(&hello.session()).ok_or(Answer::WrongTicket)?;
     let client = tickets.clients.get_mut(&hello.client());
-    let (ticket, taken) = client.ok_or(Answer::WrongTicket)?;
-    if !hello.is_admitted_by(&hello.session(), ticket) || hello.stream() >= tickets.streams {
+    let Pass { key, connection, taken } = client.ok_or(Answer::WrongTicket)?;
+    if !hello.is_admitted_by(&hello.session(), key) {
         return Err(Answer::WrongTicket);
     }
-    match std::mem::replace(&mut taken[hello.stream() as usize], true) {
+    let taken = taken.get_mut(hello.stream() as usize).ok_or(Answer::WrongTicket)?;
+    match std::mem::replace(taken, true) {
         true => Err(Answer::Taken),
-        false => Ok(tickets.events.clone()),
+        false => Ok((tickets.events.clone(), *connection)),
     }
 }

@@ -1,31 +1,33 @@
 //! Waits for the clients, checks what they bring, and agrees with them on how bytes will travel.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::SocketAddr;
-use std::ops::Range;
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::door::Tickets;
+use super::members::{Connection, Link, Members, Notice, Peer, Terms, connect, unexpected};
+use super::round::Upload;
 use super::{
-    Admission, Aggregator, AggregatorConfig, Averaging, Event, Joined, Peer, PeerShared, Session,
-    Sizes, read_client,
+    Admission, Aggregator, AggregatorConfig, Averaging, Event, Joined, Lanes, PeerShared, Session,
+    Sizes, label,
 };
-use crate::channel::DataChannel;
-use crate::control::{ControlChannel, Heartbeat, Listeners, printable};
+use crate::control::{self, ControlChannel, Heartbeat, Listeners, printable};
 use crate::error::{AggregatorError, Fault, ReducerError};
+use crate::lane::ConnectionId;
 use crate::limits;
-use crate::manifest::{ChunkTable, Manifest};
+use crate::manifest::Manifest;
 use crate::meter::{Meter, Phase};
 use crate::reducer::{AccumulatorLayout, Weights};
 use crate::signal::Signal;
 use crate::sink::mean::TileMemory;
 use crate::sums::SumTable;
-use crate::wire::hello::bind_ticket;
-use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
+use crate::wire::hello::Ticket;
+use crate::wire::message::{AggregatorMessage, ClientMessage};
 
 impl Aggregator {
     /// Waits until all clients have joined with the same model, then opens their data channels.
@@ -39,35 +41,26 @@ impl Aggregator {
         let deadline = self.config.deadline;
         let beat =
             |deadline| Heartbeat::start(listeners.clone(), AggregatorMessage::Alive, deadline);
-        let heartbeat = beat(deadline)?;
+        let heartbeat = beat(control::silence_limit(deadline, self.config.reconnect))?;
         // Until a client knows the plan, its own deadline counts, and that is not known here.
         let _early = beat(limits::MIN_DEADLINE)?;
         let mut gathering = Gathering {
             aggregator: self,
             model: None,
-            peers: Vec::new(),
+            candidates: Vec::new(),
+            next_connection: 1,
             listeners: listeners.clone(),
+            began: None,
             warmed: None,
         };
         if let Some(manifest) = manifest {
             gathering.set_model(manifest)?;
         }
-        match gathering.collect().and_then(|()| gathering.connect()) {
-            Ok(agreed) => Ok(gathering.into_session(agreed, heartbeat)),
-            Err(error) => {
-                tell_all(&gathering.peers, &error.to_string());
-                Err(error)
-            }
+        if let Err(error) = gathering.collect() {
+            gathering.tell_all(&error);
+            return Err(error);
         }
-    }
-}
-
-/// Tells every client why the session ends, so that each can say it.
-pub(super) fn tell_all(peers: &[Peer], reason: &str) {
-    let reason = printable(reason);
-    for peer in peers {
-        // A client that is gone need not hear it.
-        let _ = peer.writer.send(&AggregatorMessage::Failed { reason: reason.clone() });
+        gathering.connect(heartbeat)
     }
 }
 
@@ -86,39 +79,79 @@ struct Gathering {
     aggregator: Aggregator,
     /// Known from the first client on; the layout is absent when updates are dropped.
     model: Option<(Manifest, Option<AccumulatorLayout>)>,
-    peers: Vec<Peer>,
+    candidates: Vec<Candidate>,
+    next_connection: ConnectionId,
     listeners: Listeners,
+    /// Since when somebody waits for the others.
+    began: Option<Instant>,
     /// How the memory of the rounds was prepared, once it is.
     warmed: Option<Phase>,
 }
 
-/// What has been agreed on.
-struct Agreed {
-    manifest: Manifest,
-    layout: Option<AccumulatorLayout>,
-    chunks: ChunkTable,
-    lanes: Vec<Range<usize>>,
-    signals: Vec<Arc<Signal>>,
-    weights: Weights,
-    warmed: Phase,
-    admission: Admission,
+/// Somebody who has joined, while others are awaited.
+struct Candidate {
+    rank: usize,
+    name: String,
+    address: SocketAddr,
+    examples: f64,
+    shared: Arc<PeerShared>,
+    connection: Connection,
+    key: Ticket,
+    /// Whether it asked to be told the model's header.
+    wants_header: bool,
+}
+
+impl Candidate {
+    fn label(&self) -> String {
+        label(&self.name, self.address)
+    }
+
+    fn fault(&self, error: Fault) -> AggregatorError {
+        AggregatorError::Client { client: self.label(), error }
+    }
 }
 
 impl Gathering {
+    /// Tells every client why the session ends, so that each can say it.
+    fn tell_all(&self, error: &AggregatorError) {
+        let reason = printable(&error.to_string());
+        for candidate in &self.candidates {
+            let failed = AggregatorMessage::Failed { reason: reason.clone() };
+            // A client that is gone need not hear it.
+            let _ = candidate.connection.writer.send(&failed);
+        }
+    }
+
     fn collect(&mut self) -> Result<(), AggregatorError> {
-        while self.peers.len() < self.aggregator.config.clients {
+        while self.candidates.len() < self.aggregator.config.clients && !self.may_begin() {
             match self.next_event()? {
-                Event::Joined(joined) => self.join(*joined)?,
-                event => self.hear(event)?,
+                Some(Event::Joined(joined)) => self.join(*joined)?,
+                Some(event) => self.hear(event)?,
+                None => {}
             }
         }
-        self.peers.sort_by(|a, b| (a.rank, &a.name).cmp(&(b.rank, &b.name)));
+        self.candidates.sort_by(|a, b| (a.rank, &a.name).cmp(&(b.rank, &b.name)));
         Ok(())
     }
 
-    fn next_event(&self) -> Result<Event, AggregatorError> {
-        // The door keeps a sender as long as this lives.
-        self.aggregator.events.recv().map_err(|_| io::Error::other("the listener ended").into())
+    /// Whether those who are late are not waited for any more.
+    fn may_begin(&self) -> bool {
+        let config = &self.aggregator.config;
+        let waited = self.began.map(|began| began.elapsed());
+        let enough = self.candidates.len() >= config.min_clients.unwrap_or(config.clients);
+        enough && config.round_deadline.is_some_and(|deadline| waited >= Some(deadline))
+    }
+
+    /// Nothing, now and then, while the time for clients to come may end.
+    fn next_event(&self) -> Result<Option<Event>, AggregatorError> {
+        match self.aggregator.events.recv_timeout(limits::MIN_DEADLINE) {
+            Ok(event) => Ok(Some(event)),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            // The door keeps a sender as long as this lives.
+            Err(RecvTimeoutError::Disconnected) => {
+                Err(io::Error::other("the listener ended").into())
+            }
+        }
     }
 
     /// Fixes the session's model, and begins to take the memory of its rounds while other clients
@@ -138,74 +171,82 @@ impl Gathering {
         Ok(())
     }
 
-    /// Nothing a client can say before the first round is good news.
+    /// Nothing a client can say before the first round is good news. Without it the others wait for
+    /// another one.
     fn hear(&mut self, event: Event) -> Result<(), AggregatorError> {
-        let (token, error) = match event {
+        let (connection, fault) = match event {
             Event::Warm { result } => {
                 self.warmed = Some(result?);
                 return Ok(());
             }
-            Event::Lost { client, error } => (client, Fault::from(error)),
-            Event::Message { client, message: ClientMessage::Failed { reason } } => {
-                (client, Fault::GaveUp { reason: printable(&reason) })
+            Event::Lost { connection, error } => (connection, Fault::from(error)),
+            Event::Message { connection, message: ClientMessage::Failed { reason } } => {
+                (connection, Fault::GaveUp { reason: printable(&reason) })
             }
-            Event::Message { client, .. } => (client, unexpected("a message")),
-            Event::Joined(joined) => {
-                refuse_late(&joined.channel, joined.address, self.aggregator.config.clients);
-                return Ok(());
-            }
-            Event::Stream { .. } | Event::Lane { .. } => return Ok(()),
+            Event::Message { connection, .. } => (connection, unexpected("a message")),
+            _ => return Ok(()),
         };
-        match self.peers.iter().find(|peer| peer.token == token) {
-            Some(peer) => Err(peer.fault(error)),
-            None => Ok(()),
+        let place = self.candidates.iter().position(|c| c.connection.id == connection);
+        let Some(place) = place else { return Ok(()) };
+        let candidate = self.candidates.remove(place);
+        if self.aggregator.ready {
+            // Nobody else can come in its place.
+            return Err(candidate.fault(fault));
         }
+        tracing::warn!("{}: {fault}; another one is awaited in its place", candidate.label());
+        let reason = printable(&format!("{}: {fault}", candidate.label()));
+        let _ = candidate.connection.writer.send_if_idle(&AggregatorMessage::Failed { reason });
+        Ok(())
     }
 
+    /// Lets a client join, or tells it why it cannot. The others need not suffer.
     fn join(&mut self, joined: Joined) -> Result<(), AggregatorError> {
-        let Joined { channel, address, name, examples, header, secret, frame, rank, .. } = joined;
-        let ticket = random()?;
-        let key = bind_ticket(&ticket, &secret, &frame);
-        let wants_header = header.is_empty() && self.model.is_some();
-        let deadline = self.aggregator.config.deadline;
-        let token = self.peers.len();
-        channel.set_deadline(deadline)?;
-        let ControlChannel { reader: incoming, writer } = channel;
-        let taken = self.peers.iter().any(|peer| (peer.rank, &peer.name) == (rank, &name));
-        let streams = Vec::new();
+        let label = joined.label();
+        let manifest = match self.check(&joined) {
+            Ok(manifest) => manifest,
+            Err(fault) if self.aggregator.ready => {
+                return Err(AggregatorError::Client { client: label, error: fault });
+            }
+            Err(fault) => {
+                tracing::warn!("{label} was not let in: {fault}");
+                refuse(&joined.channel, &format!("{label}: {fault}"));
+                return Ok(());
+            }
+        };
+        let id = self.next_connection;
+        self.next_connection += 1;
+        let wants_header = joined.header.is_empty() && self.model.is_some();
+        let (rank, name) = (joined.rank, joined.name.clone());
+        let (address, examples) = (joined.address, joined.examples);
         let shared = Arc::new(PeerShared::default());
-        let (reader, events) = (None, self.aggregator.sender.clone());
-        self.peers.push(Peer {
-            token,
+        let (config, events) = (&self.aggregator.config, &self.aggregator.sender);
+        let times = (config.deadline, config.reconnect);
+        let (connection, key) = connect(joined, id, times, 0, shared.clone(), events, false)?;
+        let writer = connection.writer.clone();
+        self.listeners.lock().unwrap_or_else(PoisonError::into_inner).push(writer);
+        self.began.get_or_insert_with(Instant::now);
+        self.candidates.push(Candidate {
             rank,
             name,
             address,
             examples,
-            writer,
             shared,
-            reader,
-            streams,
-            ticket,
+            connection,
             key,
             wants_header,
         });
-        let peer = self.peers.last_mut().expect("pushed above");
-        let checked = check_name(&peer.name, taken)
-            .and_then(|()| check_examples(examples))
-            .and_then(|()| check_model(self.model.as_ref().map(|(m, _)| m), &header));
-        let manifest = checked.map_err(|error| peer.fault(error))?;
-        let shared = peer.shared.clone();
-        let reader = std::thread::Builder::new().name("control".into());
-        peer.reader = Some(reader.spawn(move || read_client(incoming, token, &shared, &events))?);
-        let writer = peer.writer.clone();
-        self.listeners.lock().unwrap_or_else(PoisonError::into_inner).push(writer);
         let wanted = self.aggregator.config.clients;
-        tracing::info!(
-            "{} joined with {examples} examples ({} of {wanted})",
-            peer.label(),
-            token + 1
-        );
+        let here = self.candidates.len();
+        tracing::info!("{label} joined with {examples} examples ({here} of {wanted})");
         if self.model.is_none() { self.set_model(manifest) } else { Ok(()) }
+    }
+
+    fn check(&mut self, joined: &Joined) -> Result<Manifest, Fault> {
+        let same = |c: &Candidate| (c.rank, &c.name) == (joined.rank, &joined.name);
+        let taken = self.candidates.iter().any(same);
+        check_name(&joined.name, taken)?;
+        check_examples(joined.examples)?;
+        check_model(self.model.as_ref().map(|(manifest, _)| manifest), &joined.header)
     }
 
     /// Weights are numbered; people know clients by name.
@@ -219,154 +260,173 @@ impl Gathering {
             }
             error => return error.into(),
         };
-        let peer = &self.peers[client];
-        peer.fault(Fault::Weight { examples: peer.examples, why })
+        let candidate = &self.candidates[client];
+        candidate.fault(Fault::Weight { examples: candidate.examples, why })
     }
 
     /// Sends each client its plan, and waits for its data channels and for the memory.
-    fn connect(&mut self) -> Result<Agreed, AggregatorError> {
-        let config = &self.aggregator.config;
+    fn connect(mut self, heartbeat: Heartbeat) -> Result<Session, AggregatorError> {
         let (manifest, layout) = self.model.clone().ok_or_else(|| io::Error::other("no client"))?;
-        let examples: Vec<f64> = self.peers.iter().map(|peer| peer.examples).collect();
-        let weights = Weights::new(&examples).map_err(|error| self.blame(error))?;
-        let chunks = manifest.chunks(config.chunk_bytes)?;
-        // More lanes than chunks would leave some without work.
-        let lanes = chunks.lanes(config.streams.min(chunks.len().max(1)));
-        let mut signals = Vec::new();
-        for _ in &lanes {
-            signals.push(Arc::new(Signal::new()?));
-        }
-        for peer in &self.peers {
-            // Nothing else sets it.
-            let _ = peer.shared.sums.set(SumTable::new(&lanes, &signals));
-        }
-        let admission = self.send_plans(&manifest, lanes.len())?;
-        self.await_streams(lanes.len())?;
-        let warmed = loop {
-            match self.warmed.take() {
-                Some(phase) => break phase,
-                None => {
-                    let event = self.next_event()?;
-                    self.hear(event)?;
-                }
-            }
+        let examples: Vec<f64> = self.candidates.iter().map(|c| c.examples).collect();
+        // Each round makes its own; what is wrong with them shows now.
+        Weights::new(&examples)
+            .map_err(|error| self.blame(error))
+            .inspect_err(|e| self.tell_all(e))?;
+        let lanes = Lanes::cut(&self.aggregator.config, &manifest, layout)?;
+        let warmed = self.warmed.take();
+        let min_clients = match self.aggregator.config.min_clients {
+            Some(least) => least,
+            None => self.aggregator.config.clients,
         };
-        Ok(Agreed { manifest, layout, chunks, lanes, signals, weights, warmed, admission })
-    }
-
-    fn send_plans(
-        &self,
-        manifest: &Manifest,
-        streams: usize,
-    ) -> Result<Admission, AggregatorError> {
-        let config = &self.aggregator.config;
-        let session = random()?;
-        let clients: HashMap<_, _> = (self.peers.iter().enumerate())
-            .map(|(index, peer)| (index as u32, (peer.key, vec![false; streams])))
-            .collect();
-        let (door, events) = (self.aggregator.door.clone(), self.aggregator.sender.clone());
-        door.admit(session, Tickets { streams: streams as u32, clients, events });
-        let admission = Admission { door, session };
-        for (index, peer) in self.peers.iter().enumerate() {
-            let plan = Plan {
-                session,
-                client: index as u32,
-                ticket: peer.ticket,
-                streams: streams as u32,
-                chunk_bytes: config.chunk_bytes,
-                rounds: config.rounds,
-                deadline_ms: config.deadline.as_millis() as u64,
-                header: if peer.wants_header { manifest.header().to_vec() } else { Vec::new() },
-            };
-            let sent = peer.writer.send(&AggregatorMessage::Plan(plan));
-            sent.map_err(|error| peer.fault(error))?;
-        }
-        Ok(admission)
-    }
-
-    fn await_streams(&mut self, streams: usize) -> Result<(), AggregatorError> {
-        let deadline = self.aggregator.config.deadline;
-        // Each connection that comes is progress.
-        let mut patience = Instant::now() + deadline;
-        let mut places: Vec<Vec<Option<DataChannel>>> =
-            self.peers.iter().map(|_| (0..streams).map(|_| None).collect()).collect();
-        let mut missing = self.peers.len() * streams;
-        while missing > 0 {
-            let left = patience.saturating_duration_since(Instant::now());
-            match self.aggregator.events.recv_timeout(left) {
-                Ok(Event::Stream { client, stream, channel }) => {
-                    places[client as usize][stream as usize] = Some(channel);
-                    missing -= 1;
-                    patience = Instant::now() + deadline;
-                }
-                Ok(event) => self.hear(event)?,
-                Err(_) => return Err(self.streams_missing(&places)),
-            }
-        }
-        for (peer, streams) in self.peers.iter_mut().zip(places) {
-            peer.streams = streams.into_iter().flatten().collect();
-        }
-        Ok(())
-    }
-
-    fn streams_missing(&self, places: &[Vec<Option<DataChannel>>]) -> AggregatorError {
-        let incomplete = self.peers.iter().zip(places).find(|(_, p)| p.iter().any(Option::is_none));
-        match incomplete {
-            Some((peer, places)) => AggregatorError::Client {
-                client: peer.label(),
-                error: Fault::Streams {
-                    opened: places.iter().flatten().count(),
-                    wanted: places.len(),
-                },
+        let (mut members, admission) = self.agree(manifest, &lanes)?;
+        let warmed = members.await_all(warmed, min_clients).inspect_err(|error| {
+            members.tell_all(&AggregatorMessage::Failed { reason: printable(&error.to_string()) });
+        })?;
+        let Aggregator { config, pool, ready, .. } = self.aggregator;
+        Ok(Session {
+            upload: Upload {
+                receive_path: config.receive_path,
+                order: config.order,
+                min_clients,
+                round_deadline: config.round_deadline,
             },
-            None => io::Error::other("the listener ended").into(),
-        }
-    }
-
-    fn into_session(self, agreed: Agreed, heartbeat: Heartbeat) -> Session {
-        let Aggregator { config, pool, ready, events, sender, .. } = self.aggregator;
-        Session {
             config,
-            manifest: agreed.manifest,
-            chunks: agreed.chunks,
-            buffers: agreed.lanes.iter().map(|_| Mutex::default()).collect(),
-            tiles: agreed.lanes.iter().map(|_| TileMemory::default()).collect(),
-            lanes: agreed.lanes,
-            signals: agreed.signals,
-            layout: agreed.layout,
-            weights: agreed.weights,
+            lanes,
+            members,
+            counted: Vec::new(),
             wave: None,
-            peers: self.peers,
             pool,
             ready,
             model: None,
             round: 0,
-            phases: vec![agreed.warmed],
-            events,
-            sender,
+            phases: vec![warmed],
             _heartbeat: heartbeat,
-            _admission: agreed.admission,
+            _admission: admission,
+        })
+    }
+
+    /// Makes the candidates members, and sends each its plan.
+    fn agree(
+        &mut self,
+        manifest: Manifest,
+        lanes: &Lanes,
+    ) -> Result<(Members, Admission), AggregatorError> {
+        let config = &self.aggregator.config;
+        let terms = Terms {
+            session: random()?,
+            streams: lanes.ranges.len(),
+            chunk_bytes: config.chunk_bytes,
+            rounds: config.rounds,
+            deadline: config.deadline,
+            reconnect: config.reconnect,
+            manifest,
+        };
+        let (door, sender) = (self.aggregator.door.clone(), self.aggregator.sender.clone());
+        let session = terms.session;
+        let mut members = Members {
+            peers: Vec::new(),
+            terms,
+            // The sessions end of the channel; what comes here from now on comes there.
+            events: std::mem::replace(&mut self.aggregator.events, std::sync::mpsc::channel().1),
+            sender: sender.clone(),
+            door: door.clone(),
+            listeners: self.listeners.clone(),
+            next_connection: self.next_connection,
+            put_off: VecDeque::new(),
+            knocking: Vec::new(),
+        };
+        let until = Instant::now() + config.deadline;
+        let (mut passes, mut plans) = (HashMap::new(), Vec::new());
+        for (index, candidate) in std::mem::take(&mut self.candidates).into_iter().enumerate() {
+            let Candidate { name, address, examples, shared, mut connection, .. } = candidate;
+            // Nothing else sets it.
+            let _ = shared.sums.set(SumTable::new(&lanes.ranges, &lanes.signals));
+            connection.streams.resize_with(lanes.ranges.len(), || None);
+            passes.insert(index as u32, members.pass(candidate.key, connection.id));
+            let plan = members.plan(index, connection.ticket, candidate.wants_header);
+            plans.push((connection.writer.clone(), plan));
+            let link = Link::Opening { connection, until };
+            members.peers.push(Peer { name, address, examples, shared, link, holds: None });
         }
+        door.admit(session, Tickets { clients: passes, events: sender });
+        for (writer, plan) in plans {
+            // Who does not read it opens no data channels either.
+            let _ = writer.send(&AggregatorMessage::Plan(plan));
+        }
+        Ok((members, Admission { door, session }))
     }
 }
 
-/// Somebody came when the session was complete already.
-pub(super) fn refuse_late(channel: &ControlChannel, address: SocketAddr, clients: usize) {
-    tracing::warn!(
-        "a client at {address} came too late: all {clients} clients have joined already"
-    );
-    refuse(channel, &format!("all {clients} clients have joined already"));
+impl Members {
+    /// Waits until everyone's data channels are open, and for the memory of the rounds.
+    fn await_all(
+        &mut self,
+        mut warmed: Option<Phase>,
+        min_clients: usize,
+    ) -> Result<Phase, AggregatorError> {
+        loop {
+            let awaited = self.peers.iter().any(|peer| !peer.is_gone() && peer.up().is_none());
+            if !awaited && let Some(warmed) = warmed.take() {
+                return Ok(warmed);
+            }
+            match self.next(None)? {
+                Notice::Warm(phase) => warmed = Some(phase),
+                Notice::Message(peer, _) => {
+                    let connection = self.peers[peer].up().map_or(0, |up| up.id);
+                    let fault = unexpected("a message");
+                    if let Some(Notice::Gone(_, fault)) =
+                        self.drop_connection(peer, connection, fault)
+                    {
+                        self.check_quorum(min_clients, peer, fault)?;
+                    }
+                }
+                Notice::Gone(peer, fault) => self.check_quorum(min_clients, peer, fault)?,
+                _ => {}
+            }
+        }
+    }
+
+    /// Whether enough clients are left now that one is gone.
+    pub fn check_quorum(
+        &self,
+        min_clients: usize,
+        peer: usize,
+        fault: Fault,
+    ) -> Result<(), AggregatorError> {
+        let left = self.peers.iter().filter(|peer| !peer.is_gone()).count();
+        if left < min_clients {
+            return Err(self.peers[peer].fault(fault));
+        }
+        tracing::warn!("{}: {fault}; {left} clients are left", self.peers[peer].label());
+        Ok(())
+    }
+}
+
+impl Lanes {
+    fn cut(
+        config: &AggregatorConfig,
+        manifest: &Manifest,
+        layout: Option<AccumulatorLayout>,
+    ) -> Result<Lanes, AggregatorError> {
+        let chunks = manifest.chunks(config.chunk_bytes)?;
+        // More lanes than chunks would leave some without work.
+        let ranges = chunks.lanes(config.streams.min(chunks.len().max(1)));
+        let signals: io::Result<_> = ranges.iter().map(|_| Signal::new().map(Arc::new)).collect();
+        Ok(Lanes {
+            chunks,
+            signals: signals?,
+            buffers: ranges.iter().map(|_| Mutex::default()).collect(),
+            tiles: ranges.iter().map(|_| TileMemory::default()).collect(),
+            ranges,
+            layout,
+        })
+    }
 }
 
 /// Tells a visitor why he cannot stay.
 pub(crate) fn refuse(channel: &ControlChannel, reason: &str) {
     // A visitor that is gone need not hear it.
     let _ = channel.writer.send(&AggregatorMessage::Failed { reason: reason.to_owned() });
-}
-
-pub(super) fn unexpected(what: &'static str) -> Fault {
-    let error = crate::error::ProtocolError::Unexpected { what };
-    Fault::Control(error.into())
 }
 
 fn check_name(name: &str, taken: bool) -> Result<(), Fault> {
@@ -384,7 +444,7 @@ fn check_examples(examples: f64) -> Result<(), Fault> {
 }
 
 /// The manifest behind a client's header, if it is the session's; an empty header asks for that.
-fn check_model(session: Option<&Manifest>, header: &[u8]) -> Result<Manifest, Fault> {
+pub(super) fn check_model(session: Option<&Manifest>, header: &[u8]) -> Result<Manifest, Fault> {
     if let (Some(session), true) = (session, header.is_empty()) {
         return Ok(session.clone());
     }
@@ -395,7 +455,7 @@ fn check_model(session: Option<&Manifest>, header: &[u8]) -> Result<Manifest, Fa
     }
 }
 
-fn random<const N: usize>() -> io::Result<[u8; N]> {
+pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     let filled = getrandom(bytes.as_mut_slice(), GetRandomFlags::empty())?;
     if filled < N { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(bytes) }

@@ -2,25 +2,21 @@
 
 use std::cell::OnceCell;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::gather::{refuse_late, unexpected};
-use super::{AggregatorConfig, Averaging, Event, Model, Peer, Session, Sizes};
-use crate::channel::DataChannel;
-use crate::control::printable;
-use crate::error::{AggregatorError, ControlError, Fault, LaneError, SinkError, TransferError};
-use crate::lane::receive::{Incoming, Shared, receive};
-use crate::lane::send::{Outgoing, send};
-use crate::lane::start_lane;
+use super::members::{Members, Notice, unexpected};
+use super::{Averaging, Event, Lanes, Model, PeerShared, Session, Sizes};
+use crate::error::{AggregatorError, Fault, LaneError, ProtocolError, SinkError};
+use crate::lane::receive::{Incoming, ReceiveOrder, ReceiveReport, Receiving, Shared, receive};
+use crate::lane::send::{Outgoing, SendOrder, Sending, send};
+use crate::lane::{Inbox, start_lane};
 use crate::limits;
 use crate::manifest::Manifest;
 use crate::meter::{Meter, Phase};
 use crate::paths::SendKind;
 use crate::reducer::{AccumulatorLayout, Weights};
 use crate::region::Region;
-use crate::signal::Signal;
 use crate::sink::Sink;
 use crate::sink::discard::DiscardSink;
 use crate::sink::mean::{MeanSink, MeanSlices, Wave};
@@ -28,7 +24,7 @@ use crate::sink::region::{Part, RegionSink};
 use crate::source::Source;
 use crate::source::region::RegionSource;
 use crate::wire::checksum::model_digest;
-use crate::wire::message::{AggregatorMessage, ClientMessage};
+use crate::wire::message::{AggregatorMessage, ChunkRange, ClientMessage};
 
 impl Session {
     /// Makes `source` the model and sends it to every client, before the first round.
@@ -51,26 +47,32 @@ impl Session {
         manifest: &Manifest,
         region: Arc<Region>,
     ) -> Result<(), AggregatorError> {
-        if let Some(difference) = self.manifest.first_difference(manifest) {
-            return Err(AggregatorError::Initial { difference });
-        }
-        let sealed = RegionSource::seal(&self.manifest, &region, &self.chunks, self.lanes.len());
-        let sums = sealed.into_sums();
+        self.check_initial(manifest)?;
+        let sums = self.sums_of(&region);
         self.model = Some(Model { region, sums });
         self.broadcast()
     }
 
-    fn load(&mut self, source: &dyn Source) -> Result<(), AggregatorError> {
-        if let Some(difference) = self.manifest.first_difference(source.manifest()) {
-            return Err(AggregatorError::Initial { difference });
+    fn check_initial(&self, manifest: &Manifest) -> Result<(), AggregatorError> {
+        match self.manifest().first_difference(manifest) {
+            Some(difference) => Err(AggregatorError::Initial { difference }),
+            None => Ok(()),
         }
-        let mut region = self.pool.take(self.manifest.data_bytes())?;
-        for chunk in (0..self.chunks.len()).map(|index| self.chunks.get(index)) {
+    }
+
+    fn sums_of(&self, region: &Region) -> Vec<u64> {
+        let (chunks, threads) = (&self.lanes.chunks, self.lanes.ranges.len());
+        RegionSource::seal(self.manifest(), region, chunks, threads).into_sums()
+    }
+
+    fn load(&mut self, source: &dyn Source) -> Result<(), AggregatorError> {
+        self.check_initial(source.manifest())?;
+        let mut region = self.pool.take(self.manifest().data_bytes())?;
+        for chunk in (0..self.lanes.chunks.len()).map(|index| self.lanes.chunks.get(index)) {
             let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
             source.read(chunk.bytes.start, &mut region.bytes_mut().0[place])?;
         }
-        let sealed = RegionSource::seal(&self.manifest, &region, &self.chunks, self.lanes.len());
-        let sums = sealed.into_sums();
+        let sums = self.sums_of(&region);
         self.model = Some(Model { region: Arc::new(region), sums });
         Ok(())
     }
@@ -90,8 +92,8 @@ impl Session {
 
     /// The checksums of the update that came from a client in the last round.
     pub(crate) fn upload_sums(&self, client: usize) -> Vec<u64> {
-        let sums = self.peers.get(client).and_then(|peer| peer.shared.sums.get());
-        sums.map(|sums| sums.all(&self.lanes)).unwrap_or_default()
+        let sums = self.members.peers.get(client).and_then(|peer| peer.shared.sums.get());
+        sums.map(|sums| sums.all()).unwrap_or_default()
     }
 
     /// The model, and the checksums of its chunks. The session ends without a word.
@@ -100,10 +102,12 @@ impl Session {
     }
 
     /// Runs one round: every client's update is received and averaged, and the mean becomes the
-    /// model. [`Session::broadcast`] then sends it back.
+    /// model. [`Session::broadcast`] then sends it back. A client whose connection breaks may come
+    /// back and goes on; one that does not is left out, as if it had never sent anything, if
+    /// enough others are there. [`Session::counted`] says whose updates are in the mean.
     ///
     /// # Errors
-    /// A client that dies, stalls or lies ends the session for all; the error names it.
+    /// Too few clients left: the error names the one that was lost last. The session ends for all.
     pub fn round(&mut self) -> Result<(), AggregatorError> {
         let staged = self.run_round()?;
         staged.into_iter().for_each(|region| self.pool.give_back(region));
@@ -129,15 +133,25 @@ impl Session {
         wave: Wave,
         accumulator: Region,
     ) -> Result<Region, AggregatorError> {
-        self.weights = weights;
-        self.wave = Some((wave, accumulator));
+        self.wave = Some((weights, wave, accumulator));
         let sums = self.run_round()?.pop();
         sums.ok_or_else(|| std::io::Error::other("the sums are lost").into())
     }
 
     /// How the model's elements stand in an accumulator, if this session averages.
     pub(crate) fn layout(&self) -> Option<&AccumulatorLayout> {
-        self.layout.as_ref()
+        self.lanes.layout.as_ref()
+    }
+
+    /// The number of the newest round; 0 before the first.
+    pub fn rounds_done(&self) -> u32 {
+        self.round
+    }
+
+    /// Names of the clients whose updates are in the newest mean, in client order.
+    pub fn counted(&self) -> impl Iterator<Item = &str> {
+        let peers = self.members.peers.iter().zip(&self.counted);
+        peers.filter(|(_, counted)| **counted).map(|(peer, _)| peer.name.as_str())
     }
 
     /// Gives the updates that were received whole.
@@ -152,8 +166,9 @@ impl Session {
         let received = self.receive_updates();
         let (model, staged) = self.end_on_error(received)?;
         self.model = model;
-        let applied = self.tell_each(|_| AggregatorMessage::Applied { round });
-        self.end_on_error(applied)?;
+        for (peer, &counted) in self.counted.iter().enumerate() {
+            self.members.tell(peer, &AggregatorMessage::Applied { round, counted });
+        }
         Ok(staged)
     }
 
@@ -161,29 +176,46 @@ impl Session {
         let round = self.round;
         let clock = UploadClock::start(round);
         let mut regions = self.take_regions()?;
-        let mut sums = vec![0; if self.layout.is_some() { self.chunks.len() } else { 0 }];
-        for peer in &self.peers {
+        let has_mean = self.lanes.layout.is_some();
+        let mut sums = vec![0; if has_mean { self.lanes.chunks.len() } else { 0 }];
+        for peer in &self.members.peers {
             peer.shared.start_round(round, self.ready);
         }
-        self.tell_each(|_| AggregatorMessage::Upload { round })?;
-        match self.config.averaging {
-            Averaging::Streaming => self.stream(&mut regions, &mut sums, None, &clock)?,
+        let lost: Vec<bool> = self.members.peers.iter().map(|peer| peer.is_gone()).collect();
+        let averaging = self.config.averaging;
+        self.counted = match averaging {
+            Averaging::Streaming => {
+                let weights = self.weights(&lost)?;
+                let sinks =
+                    self.lanes.mean_sinks(&weights, &lost, &mut regions, &mut sums, None)?;
+                self.upload.run(&self.lanes, &mut self.members, sinks, lost, &clock)?
+            }
             Averaging::Wave => {
-                let (wave, accumulator) =
+                let (weights, wave, accumulator) =
                     self.wave.take().ok_or_else(|| std::io::Error::other("no sums"))?;
                 regions.accumulator = Some(accumulator);
-                self.stream(&mut regions, &mut sums, Some(wave), &clock)?;
+                let sinks =
+                    self.lanes.mean_sinks(&weights, &lost, &mut regions, &mut sums, Some(wave))?;
+                let counted =
+                    self.upload.run(&self.lanes, &mut self.members, sinks, lost, &clock)?;
                 regions.staged = regions.accumulator.take().into_iter().collect();
+                counted
             }
-            Averaging::Staged | Averaging::Keep => self.stage(&mut regions, &clock)?,
-            Averaging::Checksum | Averaging::Discard => self.drop_updates(&clock)?,
-        }
-        self.watch(Some(&clock)).await_uploads()?;
-        self.refuse_more()?;
-        let bytes = self.manifest.data_bytes() * self.peers.len() as u64;
+            Averaging::Staged | Averaging::Keep => {
+                let sinks = self.lanes.region_sinks(&mut regions.staged);
+                self.upload.run(&self.lanes, &mut self.members, sinks, lost, &clock)?
+            }
+            Averaging::Checksum | Averaging::Discard => {
+                let checks = averaging == Averaging::Checksum;
+                let sinks = self.lanes.ranges.iter().map(|_| DiscardSink { checks }).collect();
+                self.upload.run(&self.lanes, &mut self.members, sinks, lost, &clock)?
+            }
+        };
+        let updates = self.counted.iter().filter(|&&counted| counted).count() as u64;
+        let bytes = self.manifest().data_bytes() * updates;
         let (wait, upload) = clock.stop(bytes);
         self.phases.extend([wait, upload.received_by(self.config.receive_path)]);
-        if self.config.averaging == Averaging::Staged {
+        if averaging == Averaging::Staged {
             let meter = Meter::start("average", round);
             self.average(&mut regions, &mut sums)?;
             self.phases.push(meter.stop(bytes));
@@ -194,80 +226,104 @@ impl Session {
         Ok((region.map(|region| Model { region: Arc::new(region), sums }), staged))
     }
 
-    /// Averages while the bytes arrive.
-    fn stream(
-        &self,
-        regions: &mut Regions,
-        sums: &mut [u64],
-        wave: Option<Wave>,
-        clock: &UploadClock,
-    ) -> Result<(), AggregatorError> {
-        let sinks = self.mean_sinks(regions, sums, wave)?;
-        let lanes = self.incoming_lanes(sinks)?;
-        self.watch(Some(clock)).run(lanes)
-    }
-
-    /// Between transfers every data channel is empty.
-    fn refuse_more(&self) -> Result<(), AggregatorError> {
-        for peer in &self.peers {
-            for channel in &peer.streams {
-                channel.refuse_more().map_err(|error| peer.fault(error))?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Receives everything, every client's update into a region of its own.
-    fn stage(&self, regions: &mut Regions, clock: &UploadClock) -> Result<(), AggregatorError> {
-        let mut per_lane: Vec<Vec<Part<'_>>> = self.lanes.iter().map(|_| Vec::new()).collect();
-        for region in &mut regions.staged {
-            let position = region.position();
-            let (mut rest, file) = region.bytes_mut();
-            for (lane, parts) in self.lanes.iter().zip(&mut per_lane) {
-                let range = self.chunks.bytes_of(lane);
-                let (bytes, after) = rest.split_at_mut((range.end - range.start) as usize);
-                rest = after;
-                parts.push(Part { bytes, file, position, start: range.start });
-            }
-        }
-        let sinks = per_lane.into_iter().map(RegionSink::new).collect();
-        let lanes = self.incoming_lanes(sinks)?;
-        self.watch(Some(clock)).run(lanes)
+    /// Everybody's weight, but for those who are lost.
+    fn weights(&self, lost: &[bool]) -> Result<Weights, AggregatorError> {
+        let peers = self.members.peers.iter().zip(lost);
+        let weight = |(peer, lost): (&super::members::Peer, &bool)| match lost {
+            true => 0.0,
+            false => peer.examples,
+        };
+        Ok(Weights::new(&peers.map(weight).collect::<Vec<_>>())?)
     }
 
     /// Averages what was staged, one update after the other, as is usual.
     fn average(&mut self, regions: &mut Regions, sums: &mut [u64]) -> Result<(), AggregatorError> {
         let staged = std::mem::take(&mut regions.staged);
-        let chunks = &self.chunks;
-        let sinks = self.mean_sinks(regions, sums, None)?;
-        let lanes = sinks.into_iter().zip(&self.lanes).map(|(mut sink, range)| {
-            let staged = &staged;
-            move || {
-                for (peer, region) in staged.iter().enumerate() {
-                    for chunk in range.clone().map(|index| chunks.get(index)) {
-                        let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
-                        let accepted = sink.add(peer, &chunk, &region.bytes()[place]);
-                        accepted.map_err(|error| LaneError::peer(peer, error))?;
-                    }
+        let lost: Vec<bool> = self.counted.iter().map(|counted| !counted).collect();
+        let weights = self.weights(&lost)?;
+        let Lanes { chunks, ranges, .. } = &self.lanes;
+        let sinks = self.lanes.mean_sinks(&weights, &lost, regions, sums, None)?;
+        let work = |mut sink: MeanSink<'_>, range: std::ops::Range<usize>| {
+            let counted = staged.iter().enumerate().filter(|(peer, _)| !lost[*peer]);
+            for (peer, region) in counted {
+                for chunk in range.clone().map(|index| chunks.get(index)) {
+                    let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
+                    let accepted = sink.add(peer, &chunk, &region.bytes()[place]);
+                    accepted.map_err(|error| LaneError::peer(peer, error))?;
                 }
-                Ok(())
+            }
+            Ok(())
+        };
+        let running = sinks.len();
+        let (sender, results) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            for (sink, range) in sinks.into_iter().zip(ranges) {
+                let sender = sender.clone();
+                // This thread holds the other end.
+                let report = move |result| drop(sender.send(result));
+                start_lane(scope, || work(sink, range.clone()), report);
             }
         });
-        let result = self.watch(None).run(lanes.collect());
         regions.staged = staged;
+        Ok(results.iter().take(running).collect::<Result<(), LaneError>>()?)
+    }
+
+    fn take_regions(&self) -> Result<Regions, AggregatorError> {
+        let sizes = Sizes::new(&self.config, self.manifest(), self.lanes.layout.as_ref());
+        let take = |bytes: u64| self.pool.take(bytes);
+        Ok(Regions {
+            accumulator: sizes.accumulator.map(take).transpose()?,
+            model: sizes.model.map(take).transpose()?,
+            staged: sizes.staged.into_iter().map(take).collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// Sends the model to every client and waits until each has confirmed its digest.
+    ///
+    /// # Errors
+    /// As [`Session::round`]. Without a model this does nothing.
+    pub fn broadcast(&mut self) -> Result<(), AggregatorError> {
+        let sent = self.send_model();
+        self.end_on_error(sent)
+    }
+
+    fn send_model(&mut self) -> Result<(), AggregatorError> {
+        let Some(model) = &self.model else { return Ok(()) };
+        let meter = Meter::start("broadcast", self.round);
+        let manifest = &self.members.terms.manifest.clone();
+        let chunk_bytes = self.lanes.chunks.chunk_bytes();
+        let digest = model_digest(&manifest.layout_digest(), chunk_bytes, &model.sums);
+        let source = RegionSource::new(manifest, &model.region, chunk_bytes, model.sums.clone());
+        let kind = SendKind::choose(self.config.send_path, &source)?;
+        let broadcast =
+            Broadcast { round: self.round, digest, kind, min_clients: self.upload.min_clients };
+        let confirmed = broadcast.run(&self.lanes, &mut self.members, &source, &model.sums)?;
+        let phase = meter.stop(self.manifest().data_bytes() * confirmed as u64);
+        self.phases.push(phase.sent_by(kind));
+        Ok(())
+    }
+
+    /// When something ends the session, every client hears why.
+    fn end_on_error<T>(&self, result: Result<T, AggregatorError>) -> Result<T, AggregatorError> {
+        if let Err(error) = &result {
+            self.give_up(&error.to_string());
+        }
         result
     }
+}
 
-    /// Receives and drops.
-    fn drop_updates(&self, clock: &UploadClock) -> Result<(), AggregatorError> {
-        let checks = self.config.averaging == Averaging::Checksum;
-        let sinks = self.lanes.iter().map(|_| DiscardSink { checks }).collect();
-        let lanes = self.incoming_lanes(sinks)?;
-        self.watch(Some(clock)).run(lanes)
-    }
+/// The memory of one round; see [`Sizes`].
+struct Regions {
+    accumulator: Option<Region>,
+    model: Option<Region>,
+    staged: Vec<Region>,
+}
 
+impl Lanes {
     fn mean_sinks<'s>(
         &'s self,
+        weights: &Weights,
+        lost: &[bool],
         regions: &'s mut Regions,
         sums: &'s mut [u64],
         wave: Option<Wave>,
@@ -278,7 +334,7 @@ impl Session {
         let mut sums = sums;
         let mut position = 0;
         let mut sinks = Vec::new();
-        for (lane, tiles) in self.lanes.iter().zip(&self.tiles) {
+        for (lane, tiles) in self.ranges.iter().zip(&self.tiles) {
             let bytes = self.chunks.bytes_of(lane);
             let span = layout.span(bytes.clone()).map_err(SinkError::from)?;
             let cut = |sums: &'s mut [u8]| {
@@ -300,154 +356,26 @@ impl Session {
                 tiles,
                 wave,
             };
-            sinks.push(MeanSink::new(&self.weights, layout, &self.chunks, lane, slices)?);
+            let sink = MeanSink::new(weights, layout, &self.chunks, lane, slices)?;
+            sinks.push(sink.without(lost));
         }
         Ok(sinks)
     }
 
-    fn incoming_lanes<'s, S: Sink + 's>(
-        &'s self,
-        sinks: Vec<S>,
-    ) -> Result<Vec<impl FnOnce() -> Result<(), LaneError> + Send + 's>, LaneError> {
-        let config = &self.config;
-        let mut lanes = Vec::new();
-        for (lane, mut sink) in sinks.into_iter().enumerate() {
-            let mut streams = Vec::new();
-            for (index, peer) in self.peers.iter().enumerate() {
-                let shared = peer.shared.stream(lane);
-                let channel = &peer.streams[lane];
-                let deadline = Some(config.deadline);
-                streams.push(Incoming::new(index, channel, config.receive_path, shared, deadline)?);
-            }
-            let (chunks, range, signal) =
-                (&self.chunks, self.lanes[lane].clone(), &self.signals[lane]);
-            let buffers = &self.buffers[lane];
-            lanes.push(move || {
-                let mut buffers = buffers.lock().unwrap_or_else(PoisonError::into_inner);
-                receive(streams, chunks, range, config.order, &mut sink, &mut buffers, signal)?;
-                sink.end().map_err(|error| LaneError::peer(0, error))
-            });
-        }
-        Ok(lanes)
-    }
-
-    /// Sends the model to every client and waits until each has confirmed its digest.
-    ///
-    /// # Errors
-    /// As [`Session::round`]. Without a model this does nothing.
-    pub fn broadcast(&mut self) -> Result<(), AggregatorError> {
-        let sent = self.send_model();
-        self.end_on_error(sent)
-    }
-
-    fn send_model(&mut self) -> Result<(), AggregatorError> {
-        let Some(model) = &self.model else { return Ok(()) };
-        let meter = Meter::start("broadcast", self.round);
-        let (round, chunk_bytes) = (self.round, self.chunks.chunk_bytes());
-        let digest = model_digest(&self.manifest.layout_digest(), chunk_bytes, &model.sums);
-        self.tell_each(|_| AggregatorMessage::Download { round, digest })?;
-        for peer in &self.peers {
-            peer.shared.sent.store(0, Ordering::Relaxed);
-            for (stream, lane) in self.lanes.iter().enumerate() {
-                let stream = stream as u32;
-                let wrap = |sums| AggregatorMessage::Sums { stream, sums };
-                let sent = peer.writer.send_sums(&model.sums[lane.clone()], wrap);
-                sent.map_err(|error| peer.fault(error))?;
+    fn region_sinks<'s>(&'s self, staged: &'s mut [Region]) -> Vec<RegionSink<'s>> {
+        let mut per_lane: Vec<Vec<Part<'_>>> = self.ranges.iter().map(|_| Vec::new()).collect();
+        for region in staged {
+            let position = region.position();
+            let (mut rest, file) = region.bytes_mut();
+            for (lane, parts) in self.ranges.iter().zip(&mut per_lane) {
+                let range = self.chunks.bytes_of(lane);
+                let (bytes, after) = rest.split_at_mut((range.end - range.start) as usize);
+                rest = after;
+                parts.push(Part { bytes, file, position, start: range.start });
             }
         }
-        let source =
-            RegionSource::new(&self.manifest, &model.region, chunk_bytes, model.sums.clone());
-        let kind = SendKind::choose(self.config.send_path, &source)?;
-        let lanes = self.outgoing_lanes(&source, kind)?;
-        let mut watch = self.watch(None);
-        watch.confirmed = Some((round, digest, vec![false; self.peers.len()]));
-        watch.run(lanes)?;
-        watch.await_confirmations(self.manifest.data_bytes())?;
-        self.refuse_more()?;
-        let phase = meter.stop(self.manifest.data_bytes() * self.peers.len() as u64);
-        self.phases.push(phase.sent_by(kind));
-        Ok(())
+        per_lane.into_iter().map(RegionSink::new).collect()
     }
-
-    fn outgoing_lanes<'s>(
-        &'s self,
-        source: &'s RegionSource<'s>,
-        kind: SendKind,
-    ) -> Result<Vec<impl FnOnce() -> Result<(), LaneError> + Send + 's>, LaneError> {
-        let mut lanes = Vec::new();
-        for (lane, range) in self.lanes.iter().enumerate() {
-            let mut streams = Vec::new();
-            for (index, peer) in self.peers.iter().enumerate() {
-                let deadline = Some(self.config.deadline);
-                let channel: &DataChannel = &peer.streams[lane];
-                streams.push(Outgoing::new(index, channel, kind, &peer.shared.sent, deadline)?);
-            }
-            let (chunks, range, signal) = (&self.chunks, range.clone(), &self.signals[lane]);
-            lanes.push(move || send(streams, source, chunks, range, None, signal));
-        }
-        Ok(lanes)
-    }
-
-    fn tell_each(
-        &self,
-        message: impl Fn(&Peer) -> AggregatorMessage,
-    ) -> Result<(), AggregatorError> {
-        for peer in &self.peers {
-            peer.writer.send(&message(peer)).map_err(|error| peer.fault(error))?;
-        }
-        Ok(())
-    }
-
-    /// When something ends the session, every client hears why.
-    fn end_on_error<T>(&self, result: Result<T, AggregatorError>) -> Result<T, AggregatorError> {
-        let result = result.map_err(|error| self.watch(None).explain(error));
-        if let Err(error) = &result {
-            self.give_up(&error.to_string());
-        }
-        result
-    }
-
-    fn take_regions(&self) -> Result<Regions, AggregatorError> {
-        let sizes = Sizes::new(&self.config, &self.manifest, self.layout.as_ref());
-        let take = |bytes: u64| self.pool.take(bytes);
-        Ok(Regions {
-            accumulator: sizes.accumulator.map(take).transpose()?,
-            model: sizes.model.map(take).transpose()?,
-            staged: sizes.staged.into_iter().map(take).collect::<Result<_, _>>()?,
-        })
-    }
-
-    fn watch<'s>(&'s self, clock: Option<&'s UploadClock>) -> Watch<'s> {
-        Watch {
-            config: &self.config,
-            peers: &self.peers,
-            signals: &self.signals,
-            events: &self.events,
-            sender: &self.sender,
-            confirmed: None,
-            clock,
-        }
-    }
-}
-
-/// The memory of one round; see [`Sizes`].
-struct Regions {
-    accumulator: Option<Region>,
-    model: Option<Region>,
-    staged: Vec<Region>,
-}
-
-/// Runs lanes, and meanwhile hears what the clients say.
-struct Watch<'a> {
-    config: &'a AggregatorConfig,
-    peers: &'a [Peer],
-    signals: &'a [Arc<Signal>],
-    events: &'a Receiver<Event>,
-    sender: &'a Sender<Event>,
-    /// During a broadcast: its round and digest, and who has confirmed it.
-    confirmed: Option<(u32, [u8; 32], Vec<bool>)>,
-    /// During an upload.
-    clock: Option<&'a UploadClock>,
 }
 
 /// Tells apart the time until the first client begins, which is for training, and the upload.
@@ -475,201 +403,583 @@ impl UploadClock {
     }
 }
 
-impl Watch<'_> {
-    fn run<L>(&mut self, lanes: Vec<L>) -> Result<(), AggregatorError>
-    where
-        L: FnOnce() -> Result<(), LaneError> + Send,
-    {
-        let mut running = lanes.len();
-        let mut failure: Option<AggregatorError> = None;
-        let mut cancelled = false;
+/// How updates are received.
+pub(super) struct Upload {
+    pub receive_path: crate::paths::ReceiveKind,
+    pub order: crate::lane::receive::Order,
+    /// Fewer updates make no mean.
+    pub min_clients: usize,
+    /// How long a round waits for the last updates.
+    pub round_deadline: Option<Duration>,
+}
+
+impl Upload {
+    /// Receives the updates of all clients that are not lost into one sink for each lane. Gives
+    /// whose have come whole.
+    fn run<S: Sink>(
+        &self,
+        lanes: &Lanes,
+        members: &mut Members,
+        sinks: Vec<S>,
+        lost: Vec<bool>,
+        clock: &UploadClock,
+    ) -> Result<Vec<bool>, AggregatorError> {
+        let shared: Vec<Arc<PeerShared>> =
+            members.peers.iter().map(|peer| peer.shared.clone()).collect();
+        let inboxes: Vec<Inbox<ReceiveOrder>> =
+            lanes.signals.iter().map(|signal| Inbox::new(signal.clone())).collect();
+        let running = sinks.len();
         std::thread::scope(|scope| {
-            for lane in lanes {
-                let sender = self.sender.clone();
-                start_lane(scope, lane, move |result| {
-                    // The session holds the other end while lanes run.
-                    let _ = sender.send(Event::Lane { result });
-                });
-            }
-            while running > 0 {
-                let Ok(event) = self.events.recv() else { break };
-                running -= usize::from(matches!(event, Event::Lane { .. }));
-                cancelled |= matches!(event, Event::Lane { result: Err(LaneError::Cancelled) });
-                if let Err(error) = self.hear(event) {
-                    self.signals.iter().for_each(|signal| signal.cancel());
-                    failure = Some(match failure.take() {
-                        Some(first) => first.or_its_reason(error),
-                        None => error,
+            let stall = Some(members.terms.deadline / 2);
+            for (lane, mut sink) in sinks.into_iter().enumerate() {
+                let range = lanes.ranges[lane].clone();
+                let shared = &shared;
+                let (inbox, buffers) = (&inboxes[lane], &lanes.buffers[lane]);
+                let (lost, kind, order) = (lost.clone(), self.receive_path, self.order);
+                let (sender, ended) = (members.sender.clone(), members.sender.clone());
+                let work = move || {
+                    let streams = shared.iter().zip(&lost).map(|(shared, &lost)| {
+                        let stream = Incoming::new(kind, shared.lane(lane), stall, &range);
+                        if lost { stream.lost() } else { stream }
                     });
-                }
+                    let streams = streams.collect();
+                    // The session holds the other end while lanes run.
+                    let report = |report| drop(sender.send(Event::Received { lane, report }));
+                    let receiving = Receiving {
+                        chunks: &lanes.chunks,
+                        range: range.clone(),
+                        order,
+                        inbox,
+                        report: &report,
+                    };
+                    let mut buffers = buffers.lock().unwrap_or_else(PoisonError::into_inner);
+                    receive(streams, receiving, &mut sink, &mut buffers)?;
+                    sink.end().map_err(|error| LaneError::peer(0, error))
+                };
+                start_lane(scope, work, move |result| drop(ended.send(Event::Lane { result })));
             }
-        });
-        match failure {
-            Some(error) => Err(error),
-            // Only a session that has failed before has lanes that end at once.
-            None if cancelled => Err(LaneError::Cancelled.into()),
-            None => Ok(()),
+            let mut uploading = Uploading {
+                upload: self,
+                members,
+                inboxes: &inboxes,
+                clock,
+                whole: vec![vec![false; shared.len()]; running],
+                losses: vec![lost.iter().filter(|&&lost| lost).count(); running],
+                lost,
+                running,
+            };
+            uploading.run()
+        })
+    }
+}
+
+/// An upload that is under way.
+struct Uploading<'a> {
+    upload: &'a Upload,
+    members: &'a mut Members,
+    inboxes: &'a [Inbox<ReceiveOrder>],
+    clock: &'a UploadClock,
+    /// Of each lane: whose chunks have all come.
+    whole: Vec<Vec<bool>>,
+    /// Of each lane: how many clients it was told are lost.
+    losses: Vec<usize>,
+    lost: Vec<bool>,
+    /// Lanes.
+    running: usize,
+}
+
+impl Uploading<'_> {
+    fn run(&mut self) -> Result<Vec<bool>, AggregatorError> {
+        let result = self.check_quorum(None).and_then(|()| self.await_all());
+        match &result {
+            Ok(()) => self.inboxes.iter().for_each(|inbox| inbox.put(ReceiveOrder::Finish)),
+            Err(_) => self.inboxes.iter().for_each(Inbox::cancel),
         }
+        let ended = end_lanes(self.members, self.running, self.inboxes);
+        result.and(ended)?;
+        Ok(self.lost.iter().map(|lost| !lost).collect())
     }
 
-    /// Waits until every client has said that it uploads: of a model without bytes nothing else tells.
-    fn await_uploads(&mut self) -> Result<(), AggregatorError> {
-        let began = |peer: &Peer| peer.shared.began.load(Ordering::Acquire);
-        while !self.peers.iter().all(began) {
-            let Ok(event) = self.events.recv() else { break };
-            self.hear(event)?;
+    fn await_all(&mut self) -> Result<(), AggregatorError> {
+        for peer in 0..self.lost.len() {
+            self.attach(peer)?;
+        }
+        let mut until = self.upload.round_deadline.map(|deadline| Instant::now() + deadline);
+        while !self.is_over() {
+            let notice = self.members.next(until)?;
+            if matches!(notice, Notice::Timeout) {
+                until = None;
+                self.leave_stragglers()?;
+                continue;
+            }
+            self.react(notice)?;
         }
         Ok(())
     }
 
-    /// Waits until every client has saved the model, as long as that may take on a slow disk.
-    fn await_confirmations(&mut self, model_bytes: u64) -> Result<(), AggregatorError> {
-        let saving = Duration::from_secs(model_bytes / limits::SLOWEST_DISK_BYTES_S);
-        let patience = self.config.deadline + saving;
-        let mut until = Instant::now() + patience;
-        let mut held = u64::MAX;
-        while let Some(silent) = self.unconfirmed() {
-            // The last bytes may be on their way for long after our socket has taken them.
-            let still_held = self.held_bytes();
-            if still_held < held {
-                until = Instant::now() + patience;
-            }
-            held = still_held;
-            match self.events.recv_timeout(limits::MIN_DEADLINE) {
-                Ok(event) => self.hear(event)?,
-                Err(_) if Instant::now() < until => {}
-                Err(_) => {
-                    let seconds = patience.as_secs_f64().ceil() as u64;
-                    return Err(self.peers[silent].fault(Fault::Unconfirmed { seconds }));
-                }
-            }
-        }
-        Ok(())
+    /// Whether the update of everyone who is not lost is here.
+    fn is_over(&self) -> bool {
+        (0..self.lost.len()).all(|peer| self.lost[peer] || self.is_whole(peer))
     }
 
-    /// Bytes of the model that our sockets still hold.
-    fn held_bytes(&self) -> u64 {
-        let channels = self.peers.iter().flat_map(|peer| &peer.streams);
-        channels.map(DataChannel::unacknowledged_bytes).sum()
+    fn is_whole(&self, peer: usize) -> bool {
+        // Of a model without bytes only the client's word tells that it uploads.
+        let began = self.members.peers[peer].shared.began.load(Ordering::Acquire);
+        began && self.whole.iter().all(|whole| whole[peer])
     }
 
-    fn unconfirmed(&self) -> Option<usize> {
-        let (_, _, who) = self.confirmed.as_ref()?;
-        who.iter().position(|confirmed| !confirmed)
-    }
-
-    fn hear(&mut self, event: Event) -> Result<(), AggregatorError> {
-        let (token, fault) = match event {
-            Event::Lane { result: Ok(()) | Err(LaneError::Cancelled) } => return Ok(()),
-            Event::Lane { result: Err(LaneError::Peer { peer, error }) } => {
-                return Err(match error {
-                    // Our memory and our disk are no client's fault.
-                    TransferError::Region(error) => error.into(),
-                    TransferError::Sink(error) => error.into(),
-                    error => self.peers[peer].fault(error),
-                });
-            }
-            Event::Lane { result: Err(error) } => return Err(error.into()),
-            Event::Joined(joined) => {
-                refuse_late(&joined.channel, joined.address, self.config.clients);
-                return Ok(());
-            }
-            // Its ticket admits each stream once, and all are connected.
-            Event::Stream { .. } => return Ok(()),
-            Event::Warm { result } => return result.map(drop),
-            Event::Lost { client, error } => (client, Fault::from(error)),
-            Event::Message { client, message } => match self.understand(client, message) {
-                Ok(()) => return Ok(()),
-                Err(fault) => (client, fault),
-            },
-        };
-        match self.peers.iter().find(|peer| peer.token == token) {
-            Some(peer) => Err(peer.fault(fault)),
-            None => Ok(()),
-        }
-    }
-
-    fn understand(&mut self, token: usize, message: ClientMessage) -> Result<(), Fault> {
-        match message {
-            ClientMessage::Failed { reason } => Err(Fault::GaveUp { reason: printable(&reason) }),
-            // Whether it was due has been checked where it was read.
-            ClientMessage::Uploading { .. } => {
-                self.clock.inspect(|clock| clock.begin());
+    fn react(&mut self, notice: Notice) -> Result<(), AggregatorError> {
+        match notice {
+            Notice::Up(peer) => self.attach(peer),
+            Notice::Down(peer) => {
+                self.order(|| ReceiveOrder::Detach { peer });
                 Ok(())
             }
-            ClientMessage::Received { round, digest } => {
-                let place = self.peers.iter().position(|peer| peer.token == token);
-                match (&mut self.confirmed, place) {
-                    (Some((expected, sent, who)), Some(place)) if *expected == round => {
-                        who[place] = true;
-                        if *sent == digest { Ok(()) } else { Err(Fault::Digest) }
+            Notice::Gone(peer, fault) => self.lose(peer, fault),
+            Notice::Message(peer, message) => self.hear(peer, message),
+            Notice::Receive(lane, report) => self.note(lane, report),
+            Notice::Lane(result) => {
+                self.running -= 1;
+                Err(result.err().unwrap_or(LaneError::Cancelled).into())
+            }
+            // Of the broadcast before.
+            Notice::Send(_) | Notice::Warm(_) | Notice::Timeout => Ok(()),
+        }
+    }
+
+    fn order(&self, order: impl Fn() -> ReceiveOrder) {
+        self.inboxes.iter().for_each(|inbox| inbox.put(order()));
+    }
+
+    /// A client that is connected shall send what is missing.
+    fn attach(&mut self, peer: usize) -> Result<(), AggregatorError> {
+        let Some(up) = self.members.peers[peer].up() else { return Ok(()) };
+        if self.lost[peer] {
+            return Ok(());
+        }
+        let (connection, doubted) = (up.id, up.doubted);
+        let channels: Vec<_> = up.streams.iter().flatten().cloned().collect();
+        if let Some(error) = channels.iter().find_map(|channel| channel.refuse_more().err()) {
+            return self.break_off(peer, connection, error.into());
+        }
+        let round = self.clock.round;
+        self.members.tell(peer, &AggregatorMessage::Upload { round });
+        for (inbox, channel) in self.inboxes.iter().zip(channels) {
+            inbox.put(ReceiveOrder::Attach { peer, connection, channel, doubted });
+        }
+        Ok(())
+    }
+
+    fn break_off(
+        &mut self,
+        peer: usize,
+        connection: crate::lane::ConnectionId,
+        fault: Fault,
+    ) -> Result<(), AggregatorError> {
+        match self.members.drop_connection(peer, connection, fault) {
+            Some(notice) => self.react(notice),
+            None => Ok(()),
+        }
+    }
+
+    fn hear(&mut self, peer: usize, message: ClientMessage) -> Result<(), AggregatorError> {
+        match message {
+            // Whether it was due has been checked where it was read.
+            ClientMessage::Uploading { .. } => {
+                self.clock.begin();
+                Ok(())
+            }
+            message => {
+                let what = match message {
+                    ClientMessage::Received { .. } => "a confirmation",
+                    _ => "a message",
+                };
+                let connection = self.members.peers[peer].up().map_or(0, |up| up.id);
+                self.break_off(peer, connection, unexpected(what))
+            }
+        }
+    }
+
+    fn note(&mut self, lane: usize, report: ReceiveReport) -> Result<(), AggregatorError> {
+        match report {
+            ReceiveReport::Whole { peer, lost } => {
+                // Said before the lane knew that others are lost, it may be true no more.
+                self.whole[lane][peer] |= lost == self.losses[lane];
+                Ok(())
+            }
+            ReceiveReport::Broken { peer, connection, error } => {
+                self.break_off(peer, connection, error.into())
+            }
+            ReceiveReport::Want { peer, connection, chunks } => {
+                self.whole[lane][peer] = false;
+                let stream = lane as u32;
+                self.ask(peer, connection, &chunks, |chunks| AggregatorMessage::Want {
+                    stream,
+                    chunks,
+                });
+                match &self.members.peers[peer].link {
+                    super::members::Link::Gone { why } if !self.lost[peer] => {
+                        let reason = why.clone();
+                        self.lose(peer, Fault::GaveUp { reason })
                     }
-                    _ => Err(unexpected("a confirmation")),
+                    _ => Ok(()),
                 }
             }
+            ReceiveReport::Prove { peer, connection, chunks } => {
+                self.whole[lane][peer] = false;
+                let stream = lane as u32;
+                self.ask(peer, connection, &chunks, |chunks| AggregatorMessage::Prove {
+                    stream,
+                    chunks,
+                });
+                Ok(())
+            }
+        }
+    }
+
+    fn ask(
+        &self,
+        peer: usize,
+        connection: crate::lane::ConnectionId,
+        chunks: &[std::ops::Range<usize>],
+        wrap: impl Fn(Vec<ChunkRange>) -> AggregatorMessage,
+    ) {
+        if let Some(up) = self.members.peers[peer].up()
+            && up.id == connection
+        {
+            // Who cannot be reached is found by the thread that reads from it.
+            let _ = up.writer.send_ranges(chunks, wrap);
+        }
+    }
+
+    /// A client is gone. What it has sent whole counts, as long as nobody needs it again.
+    fn lose(&mut self, peer: usize, fault: Fault) -> Result<(), AggregatorError> {
+        if self.lost[peer] {
+            return Ok(());
+        }
+        self.order(|| ReceiveOrder::Detach { peer });
+        if self.is_whole(peer) {
+            tracing::warn!(
+                "{}: {fault}; its update had come whole and counts",
+                self.members.peers[peer].label()
+            );
+            return Ok(());
+        }
+        self.leave_out(peer);
+        // What others are asked for again, those who are gone cannot send.
+        for other in 0..self.lost.len() {
+            if !self.lost[other] && self.members.peers[other].is_gone() {
+                self.leave_out(other);
+            }
+        }
+        self.check_quorum(Some((peer, fault)))
+    }
+
+    fn leave_out(&mut self, peer: usize) {
+        self.lost[peer] = true;
+        self.losses.iter_mut().for_each(|losses| *losses += 1);
+        self.whole.iter_mut().for_each(|whole| whole.fill(false));
+        self.order(|| ReceiveOrder::Lose { peer });
+    }
+
+    /// Goes on without those who are late, if enough others are there.
+    fn leave_stragglers(&mut self) -> Result<(), AggregatorError> {
+        let late: Vec<usize> =
+            (0..self.lost.len()).filter(|&peer| !self.lost[peer] && !self.is_whole(peer)).collect();
+        let seconds = self.upload.round_deadline.unwrap_or_default().as_secs_f64();
+        for peer in late {
+            let fault = || Fault::TooLate { seconds };
+            let label = self.members.peers[peer].label();
+            self.leave_out(peer);
+            self.check_quorum(Some((peer, fault())))?;
+            tracing::warn!("{label}: {}; the round goes on without it", fault());
+            let connection = self.members.peers[peer].up().map_or(0, |up| up.id);
+            // It may come back for the next round.
+            if let Some(Notice::Gone(..)) = self.members.drop_connection(peer, connection, fault())
+            {
+                self.members.dismiss(peer, &fault());
+            }
+        }
+        Ok(())
+    }
+
+    fn check_quorum(&self, last: Option<(usize, Fault)>) -> Result<(), AggregatorError> {
+        let left = self.lost.iter().filter(|&&lost| !lost).count();
+        if left >= self.upload.min_clients {
+            if let Some((peer, fault)) = last {
+                let label = self.members.peers[peer].label();
+                tracing::warn!("{label}: {fault}; the round goes on with {left} clients");
+            }
+            return Ok(());
+        }
+        match last {
+            Some((peer, fault)) => Err(self.members.peers[peer].fault(fault)),
+            None => Err(AggregatorError::Quorum { left, wanted: self.upload.min_clients }),
+        }
+    }
+}
+
+/// Waits until all lanes have ended; the first error that one ended with.
+fn end_lanes<T>(
+    members: &mut Members,
+    mut running: usize,
+    inboxes: &[Inbox<T>],
+) -> Result<(), AggregatorError> {
+    let mut failure = Ok(());
+    while running > 0 {
+        // Nobody is dismissed here: what happens to connections is for whoever uses them next.
+        match members.events.recv() {
+            Ok(Event::Lane { result }) => {
+                running -= 1;
+                if let Err(error) = result
+                    && failure.is_ok()
+                {
+                    inboxes.iter().for_each(Inbox::cancel);
+                    failure = Err(AggregatorError::from(error));
+                }
+            }
+            // Of lanes that nobody runs any more.
+            Ok(Event::Received { .. } | Event::SendBroken(_)) => {}
+            Ok(event) => members.put_off(event),
+            Err(_) => break,
+        }
+    }
+    failure
+}
+
+/// How the model is sent.
+struct Broadcast {
+    round: u32,
+    digest: [u8; 32],
+    kind: SendKind,
+    min_clients: usize,
+}
+
+impl Broadcast {
+    /// Sends `source` to all clients. Gives how many have it.
+    fn run(
+        &self,
+        lanes: &Lanes,
+        members: &mut Members,
+        source: &RegionSource<'_>,
+        sums: &[u64],
+    ) -> Result<usize, AggregatorError> {
+        let shared: Vec<Arc<PeerShared>> =
+            members.peers.iter().map(|peer| peer.shared.clone()).collect();
+        shared.iter().for_each(|shared| shared.sent.store(0, Ordering::Relaxed));
+        let inboxes: Vec<Inbox<SendOrder>> =
+            lanes.signals.iter().map(|signal| Inbox::new(signal.clone())).collect();
+        std::thread::scope(|scope| {
+            let stall = Some(members.terms.deadline / 2);
+            for inbox in &inboxes {
+                let (shared, kind) = (&shared, self.kind);
+                let (sender, ended) = (members.sender.clone(), members.sender.clone());
+                let work = move || {
+                    let streams = shared.iter().map(|s| Outgoing::new(kind, &s.sent, stall));
+                    // The session holds the other end while lanes run.
+                    let report = |broken| drop(sender.send(Event::SendBroken(broken)));
+                    let sending = Sending {
+                        source,
+                        chunks: &lanes.chunks,
+                        announce: None,
+                        inbox,
+                        report: &report,
+                    };
+                    send(streams.collect(), sending)
+                };
+                start_lane(scope, work, move |result| drop(ended.send(Event::Lane { result })));
+            }
+            let mut broadcasting = Broadcasting {
+                broadcast: self,
+                lanes,
+                inboxes: &inboxes,
+                sums,
+                moved: shared.iter().map(|_| Moved::default()).collect(),
+                running: inboxes.len(),
+                members,
+            };
+            broadcasting.run()
+        })
+    }
+}
+
+/// How far a client's download is.
+#[derive(Default)]
+struct Moved {
+    /// Bytes that its kernel has taken.
+    bytes: u64,
+    /// Since when.
+    since: Option<Instant>,
+}
+
+/// A broadcast that is under way.
+struct Broadcasting<'a> {
+    broadcast: &'a Broadcast,
+    lanes: &'a Lanes,
+    inboxes: &'a [Inbox<SendOrder>],
+    sums: &'a [u64],
+    moved: Vec<Moved>,
+    running: usize,
+    members: &'a mut Members,
+}
+
+impl Broadcasting<'_> {
+    fn run(&mut self) -> Result<usize, AggregatorError> {
+        let result = self.await_all();
+        match &result {
+            Ok(()) => self.inboxes.iter().for_each(|inbox| inbox.put(SendOrder::Finish)),
+            Err(_) => self.inboxes.iter().for_each(Inbox::cancel),
+        }
+        let ended = end_lanes(self.members, self.running, self.inboxes);
+        result.and(ended)?;
+        Ok(self.members.peers.iter().filter(|peer| self.has_it(peer)).count())
+    }
+
+    fn has_it(&self, peer: &super::members::Peer) -> bool {
+        peer.holds == Some(self.broadcast.round)
+    }
+
+    fn await_all(&mut self) -> Result<(), AggregatorError> {
+        for index in 0..self.members.peers.len() {
+            let peer = &mut self.members.peers[index];
+            peer.holds = None;
+            self.attach(index)?;
+        }
+        while self.members.peers.iter().any(|peer| !peer.is_gone() && !self.has_it(peer)) {
+            let notice = self.members.next(Some(Instant::now() + limits::MIN_DEADLINE))?;
+            self.react(notice)?;
+            self.check_progress()?;
+        }
+        Ok(())
+    }
+
+    fn react(&mut self, notice: Notice) -> Result<(), AggregatorError> {
+        match notice {
+            Notice::Up(peer) => self.attach(peer),
+            Notice::Down(peer) => {
+                self.inboxes.iter().for_each(|inbox| inbox.put(SendOrder::Detach { peer }));
+                Ok(())
+            }
+            Notice::Gone(peer, fault) => self.lose(peer, fault),
+            Notice::Message(peer, message) => {
+                let connection = self.members.peers[peer].up().map_or(0, |up| up.id);
+                match self.hear(peer, message) {
+                    Ok(()) => Ok(()),
+                    Err(fault) => self.break_off(peer, connection, fault),
+                }
+            }
+            Notice::Send(broken) => {
+                self.break_off(broken.peer, broken.connection, broken.error.into())
+            }
+            Notice::Lane(result) => {
+                self.running -= 1;
+                Err(result.err().unwrap_or(LaneError::Cancelled).into())
+            }
+            // Of the upload before.
+            Notice::Receive(..) | Notice::Warm(_) | Notice::Timeout => Ok(()),
+        }
+    }
+
+    /// A client that is connected hears of the model, and will ask for what it has not.
+    fn attach(&mut self, peer: usize) -> Result<(), AggregatorError> {
+        let Some(up) = self.members.peers[peer].up() else { return Ok(()) };
+        let connection = up.id;
+        let channels: Vec<_> = up.streams.iter().flatten().cloned().collect();
+        for (inbox, channel) in self.inboxes.iter().zip(channels) {
+            inbox.put(SendOrder::Attach { peer, connection, channel });
+        }
+        let Broadcast { round, digest, .. } = *self.broadcast;
+        self.moved[peer] = Moved { bytes: 0, since: Some(Instant::now()) };
+        self.members.tell(peer, &AggregatorMessage::Download { round, digest });
+        Ok(())
+    }
+
+    fn hear(&mut self, peer: usize, message: ClientMessage) -> Result<(), Fault> {
+        match message {
+            ClientMessage::Received { round, digest } if round == self.broadcast.round => {
+                if digest != self.broadcast.digest {
+                    return Err(Fault::Digest);
+                }
+                self.members.peers[peer].holds = Some(round);
+                Ok(())
+            }
+            ClientMessage::Received { .. } => Err(unexpected("a confirmation")),
+            ClientMessage::Want { stream, chunks } => self.send(peer, stream, &chunks),
             _ => Err(unexpected("a message")),
         }
     }
 
-    /// A connection that breaks is often only the first sign: the client's last words, or the end
-    /// of its control channel, say more.
-    fn explain(&mut self, error: AggregatorError) -> AggregatorError {
-        let Some(client) = error.broken_client() else { return error };
-        let patience = Instant::now() + limits::LAST_WORDS;
-        while let Some(left) = patience.checked_duration_since(Instant::now()) {
-            match self.events.recv_timeout(left.max(Duration::from_millis(1))) {
-                Ok(event) => match self.hear(event) {
-                    Err(AggregatorError::Client { client: who, error }) if who == client => {
-                        return AggregatorError::Client { client: who, error };
-                    }
-                    _ => {}
-                },
-                Err(_) => break,
+    fn send(&mut self, peer: usize, stream: u32, wanted: &[ChunkRange]) -> Result<(), Fault> {
+        let lane = self.lanes.ranges.get(stream as usize);
+        let (Some(lane), Some(inbox)) = (lane, self.inboxes.get(stream as usize)) else {
+            return Err(Fault::Control(ProtocolError::Stream { stream }.into()));
+        };
+        let ranges = wanted.iter().map(|range| range.within(lane));
+        let Some(chunks) = ranges.collect::<Option<Vec<_>>>() else {
+            return Err(Fault::Control(ProtocolError::Chunks { stream }.into()));
+        };
+        if let Some(up) = self.members.peers[peer].up() {
+            for range in &chunks {
+                let sums = &self.sums[range.clone()];
+                let wrap = |first, sums| AggregatorMessage::Sums { first, sums };
+                // Who cannot be reached is found by the thread that reads from it.
+                let _ = up.writer.send_sums(range.start, sums, wrap);
             }
         }
-        error
+        inbox.put(SendOrder::Send { peer, chunks, sums_only: false });
+        Ok(())
+    }
+
+    fn break_off(
+        &mut self,
+        peer: usize,
+        connection: crate::lane::ConnectionId,
+        fault: Fault,
+    ) -> Result<(), AggregatorError> {
+        match self.members.drop_connection(peer, connection, fault) {
+            Some(notice) => self.react(notice),
+            None => Ok(()),
+        }
+    }
+
+    fn lose(&mut self, peer: usize, fault: Fault) -> Result<(), AggregatorError> {
+        self.inboxes.iter().for_each(|inbox| inbox.put(SendOrder::Detach { peer }));
+        let left = self.members.peers.iter().filter(|peer| !peer.is_gone()).count();
+        if left < self.broadcast.min_clients {
+            return Err(self.members.peers[peer].fault(fault));
+        }
+        let label = self.members.peers[peer].label();
+        tracing::warn!("{label}: {fault}; it has not got the model");
+        Ok(())
+    }
+
+    /// Finds clients that neither take bytes nor confirm, as long as saving them may take on a slow
+    /// disk.
+    fn check_progress(&mut self) -> Result<(), AggregatorError> {
+        let model_bytes = self.members.terms.manifest.data_bytes();
+        let saving = Duration::from_secs(model_bytes / limits::SLOWEST_DISK_BYTES_S);
+        let patience = self.members.terms.deadline + saving;
+        for index in 0..self.members.peers.len() {
+            let peer = &self.members.peers[index];
+            let Some(up) = peer.up().filter(|_| !self.has_it(peer)) else { continue };
+            // The last bytes may be on their way for long after our socket has taken them.
+            let held: u64 = up.streams.iter().flatten().map(|c| c.unacknowledged_bytes()).sum();
+            let taken = peer.shared.sent.load(Ordering::Relaxed).saturating_sub(held);
+            let moved = &mut self.moved[index];
+            if taken != moved.bytes || moved.since.is_none() {
+                *moved = Moved { bytes: taken, since: Some(Instant::now()) };
+            } else if moved.since.is_some_and(|since| since.elapsed() > patience) {
+                let (id, seconds) = (up.id, patience.as_secs_f64().ceil() as u64);
+                self.break_off(index, id, Fault::Unconfirmed { seconds })?;
+            }
+        }
+        Ok(())
     }
 }
 
-impl AggregatorError {
-    /// The client whose connection broke, if that is all that is known.
-    fn broken_client(&self) -> Option<&str> {
-        match self {
-            AggregatorError::Client {
-                client,
-                error:
-                    Fault::Transfer(TransferError::Closed | TransferError::Io(_))
-                    | Fault::Control(ControlError::Io(_)),
-            } => Some(client),
-            _ => None,
-        }
-    }
-
-    /// What came later, if it says why this happened.
-    fn or_its_reason(self, later: AggregatorError) -> AggregatorError {
-        match (self.broken_client(), &later) {
-            (Some(broken), AggregatorError::Client { client, .. })
-                if client == broken && later.broken_client().is_none() =>
-            {
-                later
-            }
-            _ => self,
-        }
-    }
-}
-
-impl super::PeerShared {
-    fn start_round(&self, round: u32, ready: bool) {
-        if let Some(sums) = self.sums.get() {
-            sums.clear();
-        }
-        self.began.store(ready, Ordering::SeqCst);
-        self.came.store(0, Ordering::Relaxed);
-        self.round.store(round, Ordering::SeqCst);
-    }
-
-    fn stream(&self, lane: usize) -> Shared<'_> {
-        let sums = self.sums.get().expect("set before the session begins").stream(lane);
+impl PeerShared {
+    fn lane(&self, lane: usize) -> Shared<'_> {
+        let sums = self.sums.get().expect("set before the session begins").lane(lane);
         Shared { sums, began: &self.began, moved: &self.came }
     }
 }

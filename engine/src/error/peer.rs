@@ -82,8 +82,22 @@ pub enum ProtocolError {
         stream: u32,
     },
     /// More checksums than chunks.
-    #[error("the peer announced more checksums than the stream has chunks")]
+    #[error("the peer announced checksums of chunks that the model does not have")]
     TooManySums,
+    /// A checksum that is not the one announced before.
+    #[error(
+        "the checksum of chunk {chunk} is not the one that was announced before: its update changed while it was being sent"
+    )]
+    Changed {
+        /// The chunk.
+        chunk: usize,
+    },
+    /// Chunks that are not of the stream they are wanted on.
+    #[error("the peer wants chunks of stream {stream} that it does not have")]
+    Chunks {
+        /// The stream.
+        stream: u32,
+    },
 }
 
 /// Why a control channel ended.
@@ -278,6 +292,12 @@ pub enum Fault {
         /// How long it had.
         seconds: u64,
     },
+    /// Its update was not whole in time.
+    #[error("its update was not whole {seconds} s after it was asked for (--round-deadline)")]
+    TooLate {
+        /// How long it had.
+        seconds: f64,
+    },
     /// It did not open all its data channels.
     #[error("opened {opened} of {wanted} data connections within the deadline")]
     Streams {
@@ -334,6 +354,14 @@ pub enum AggregatorError {
     Sums {
         /// The first tensor that differs, and how.
         difference: String,
+    },
+    /// Too few clients are left for a mean.
+    #[error("{left} clients are left and a mean needs {wanted} (--min-clients)")]
+    Quorum {
+        /// How many are left.
+        left: usize,
+        /// How many are needed.
+        wanted: usize,
     },
     /// A client ended the session.
     #[error("{client}: {error}")]

@@ -1,16 +1,21 @@
 //! Receives the chunks of one lane from every peer, checks each while it is hot in the cache,
 //! and hands it to the sink.
+//!
+//! A stream keeps account of which chunks have come. When its connection breaks, the next one
+//! brings what is missing; when a peer is lost, the others send again what had been mixed with
+//! that peer's chunks.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll::EventFlags;
 
-use super::{Poller, Progress, TICK};
+use super::{ConnectionId, Inbox, Poller, Progress, TICK, ranges};
 use crate::channel::DataChannel;
 use crate::error::{LaneError, TransferError};
 use crate::limits;
@@ -18,9 +23,8 @@ use crate::manifest::{Chunk, ChunkTable};
 use crate::paths::ReceiveKind;
 use crate::receiver::{Landing, Lands, ReceivePath};
 use crate::region::Region;
-use crate::signal::Signal;
 use crate::sink::Sink;
-use crate::sums::StreamSums;
+use crate::sums::LaneSums;
 use crate::wire::checksum::chunk_sum;
 
 /// In which order the peers' chunks are taken.
@@ -32,11 +36,80 @@ pub enum Order {
     Client,
 }
 
+/// What a receiving lane is told.
+pub enum ReceiveOrder {
+    /// A peer's data channel of this lane is connected, for the first time or again.
+    Attach {
+        /// The peer, counted among the lane's streams.
+        peer: usize,
+        /// Its connection.
+        connection: ConnectionId,
+        /// The channel.
+        channel: Arc<DataChannel>,
+        /// Whether it may bring another update than the one that it has sent part of: it then has
+        /// to say the checksums of that part again.
+        doubted: bool,
+    },
+    /// A peer's connection is broken.
+    Detach {
+        /// The peer.
+        peer: usize,
+    },
+    /// A peer does not come back: nothing of what it sent may count.
+    Lose {
+        /// The peer.
+        peer: usize,
+    },
+    /// Everything has come.
+    Finish,
+}
+
+/// What a receiving lane says.
+pub enum ReceiveReport {
+    /// A peer shall send these chunks, behind those that were wanted before.
+    Want {
+        /// The peer.
+        peer: usize,
+        /// The connection that they are wanted on.
+        connection: ConnectionId,
+        /// The chunks, in this order.
+        chunks: Vec<Range<usize>>,
+    },
+    /// A peer shall announce the checksums of these chunks again.
+    Prove {
+        /// The peer.
+        peer: usize,
+        /// The connection that is doubted.
+        connection: ConnectionId,
+        /// The chunks.
+        chunks: Vec<Range<usize>>,
+    },
+    /// A peer's stream is broken. It waits for the next connection.
+    Broken {
+        /// The peer.
+        peer: usize,
+        /// The connection that broke.
+        connection: ConnectionId,
+        /// Why.
+        error: TransferError,
+    },
+    /// All chunks of a peer have come.
+    Whole {
+        /// The peer.
+        peer: usize,
+        /// How many peers the lane knows to be lost.
+        lost: usize,
+    },
+}
+
+/// Where a lane's reports go.
+pub type Report<'a> = &'a (dyn Fn(ReceiveReport) + Sync);
+
 /// What the other threads know of a peer's transfer.
 #[derive(Clone, Copy)]
 pub struct Shared<'a> {
     /// Checksums, as the peer announces them.
-    pub sums: &'a StreamSums,
+    pub sums: LaneSums<'a>,
     /// Whether the peer has begun to send: its deadline runs from then on.
     pub began: &'a AtomicBool,
     /// Bytes that came, for progress displays.
@@ -45,75 +118,143 @@ pub struct Shared<'a> {
 
 /// One peer's stream of this lane.
 pub struct Incoming<'a> {
-    peer: usize,
-    channel: &'a DataChannel,
+    kind: ReceiveKind,
+    shared: Shared<'a>,
+    /// How long it may stand still.
+    stall: Option<Duration>,
+    line: Option<Line>,
+    /// Chunks that are to come on this line, in this order.
+    queue: VecDeque<Run>,
+    filled: usize,
+    scratch: Option<Region>,
+    /// Of each chunk of the lane: whether it has come.
+    done: Vec<bool>,
+    missing: usize,
+    lost: bool,
+    reported_whole: bool,
+    /// How often a chunk did not match.
+    refuted: BTreeMap<usize, u32>,
+}
+
+/// Chunks that come after each other.
+struct Run {
+    chunks: Range<usize>,
+    /// Their turn has passed: they are dropped, and have been wanted again.
+    void: bool,
+}
+
+/// A connected stream.
+struct Line {
+    connection: ConnectionId,
+    channel: Arc<DataChannel>,
     path: Box<dyn ReceivePath>,
     lands: Lands,
-    shared: Shared<'a>,
-    next: usize,
-    filled: usize,
     low_water: usize,
-    scratch: Option<Region>,
     progress: Progress,
+    state: State,
+}
+
+/// What a stream waits for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Nothing: it may have bytes.
+    Ready,
+    /// Its socket.
+    Socket,
+    /// A checksum.
+    Sum,
 }
 
 impl<'a> Incoming<'a> {
-    /// Prepares to receive from `peer` on `channel`.
+    /// A stream that has no connection yet. Without `stall` it may stand still for ever.
     pub fn new(
-        peer: usize,
-        channel: &'a DataChannel,
         kind: ReceiveKind,
         shared: Shared<'a>,
-        deadline: Option<Duration>,
-    ) -> Result<Incoming<'a>, LaneError> {
-        let path = channel.receive_path(kind).map_err(|error| LaneError::peer(peer, error))?;
-        Ok(Incoming {
-            peer,
-            channel,
-            path,
-            lands: channel.lands(kind),
+        stall: Option<Duration>,
+        range: &Range<usize>,
+    ) -> Incoming<'a> {
+        Incoming {
+            kind,
             shared,
-            next: 0,
+            stall,
+            line: None,
+            queue: VecDeque::new(),
             filled: 0,
-            low_water: 0,
             scratch: None,
-            progress: Progress::new(deadline),
-        })
+            done: vec![false; range.len()],
+            missing: range.len(),
+            lost: false,
+            reported_whole: false,
+            refuted: BTreeMap::new(),
+        }
     }
 
-    fn set_low_water(&mut self, bytes: usize) -> io::Result<()> {
-        if bytes != self.low_water {
-            self.channel.set_receive_low_water(bytes)?;
-            self.low_water = bytes;
-        }
-        Ok(())
+    /// A stream of which nothing is expected.
+    pub fn lost(mut self) -> Incoming<'a> {
+        self.lost = true;
+        self
     }
 
-    /// Ends the lane when the peer should be sending and is not.
-    fn check_progress(&mut self, needs_sum: bool) -> Result<(), LaneError> {
-        // The time before a peer begins is its own: it trains.
-        if !self.shared.began.load(Ordering::Acquire) {
-            self.progress.made();
+    /// A stream some of whose chunks came earlier.
+    pub fn having(mut self, done: Vec<bool>) -> Incoming<'a> {
+        self.missing = done.iter().filter(|&&done| !done).count();
+        self.done = done;
+        self
+    }
+
+    fn is_ready(&self) -> bool {
+        let ready = self.line.as_ref().is_some_and(|line| line.state == State::Ready);
+        ready && !self.queue.is_empty()
+    }
+
+    fn state(&self) -> Option<State> {
+        self.line.as_ref().map(|line| line.state)
+    }
+
+    fn front(&self) -> Option<usize> {
+        self.queue.front().map(|run| run.chunks.start)
+    }
+
+    fn pop_front(&mut self) {
+        if let Some(run) = self.queue.front_mut() {
+            run.chunks.start += 1;
+            if run.chunks.is_empty() {
+                self.queue.pop_front();
+            }
         }
-        if self.progress.is_overdue() {
-            let error = match needs_sum {
-                true => TransferError::NoChecksum,
-                false => self.progress.stalled(),
-            };
-            return Err(LaneError::peer(self.peer, error));
+        self.filled = 0;
+    }
+
+    fn push_back(&mut self, chunks: &[Range<usize>]) {
+        self.queue.extend(chunks.iter().map(|chunks| Run { chunks: chunks.clone(), void: false }));
+    }
+
+    /// Chunks that are on their way have lost their turn. Gives their numbers.
+    fn void(&mut self, chunks: &BTreeSet<usize>) -> Vec<usize> {
+        let mut passed = Vec::new();
+        let mut queue = VecDeque::new();
+        for Run { chunks: run, void } in self.queue.drain(..) {
+            if void || !run.clone().any(|chunk| chunks.contains(&chunk)) {
+                queue.push_back(Run { chunks: run, void });
+                continue;
+            }
+            for chunk in run {
+                let void = chunks.contains(&chunk);
+                if void {
+                    passed.push(chunk);
+                }
+                queue.push_back(Run { chunks: chunk..chunk + 1, void });
+            }
         }
-        // On a slow link every byte counts as progress, so wake for every byte.
-        if self.progress.last.elapsed() > TICK {
-            self.set_low_water(1).map_err(|error| LaneError::peer(self.peer, error))?;
-        }
-        Ok(())
+        self.queue = queue;
+        passed
     }
 }
 
 /// What one attempt to move a stream on came to.
 #[derive(PartialEq, Eq)]
 enum Step {
-    /// A whole chunk went to the sink.
+    /// A whole chunk came.
     Chunk,
     /// The socket has nothing more.
     Empty,
@@ -125,160 +266,401 @@ enum Step {
 #[derive(Default)]
 pub struct ChunkBuffers(Vec<Region>);
 
-/// Receives the chunks numbered `range` from every stream into `sink`.
+/// What a lane receives, and how.
+pub struct Receiving<'a> {
+    /// All chunks of the model.
+    pub chunks: &'a ChunkTable,
+    /// Those of this lane.
+    pub range: Range<usize>,
+    /// In which order they are taken.
+    pub order: Order,
+    /// Orders to the lane.
+    pub inbox: &'a Inbox<ReceiveOrder>,
+    /// What the lane says.
+    pub report: Report<'a>,
+}
+
+/// Receives chunks from every stream into `sink` until it is told to finish.
+///
+/// # Errors
+/// What is no peer's fault: the sink, memory, polling; and the end of the lane by its signal.
 pub fn receive(
-    mut streams: Vec<Incoming<'_>>,
-    chunks: &ChunkTable,
-    range: Range<usize>,
-    order: Order,
+    streams: Vec<Incoming<'_>>,
+    receiving: Receiving<'_>,
     sink: &mut dyn Sink,
     buffers: &mut ChunkBuffers,
-    signal: &Signal,
 ) -> Result<(), LaneError> {
-    for stream in &mut streams {
-        stream.next = range.start;
-    }
-    if range.is_empty() {
-        return Ok(());
-    }
-    let end_byte = chunks.get(range.end - 1).bytes.end;
+    let Receiving { chunks, range, order, inbox, report } = receiving;
+    // With one stream, or where updates do not mix, there is nothing to order.
+    let in_turn = order == Order::Client && streams.len() > 1 && sink.mixes();
     let low_water_bytes = match streams.len() {
         1 => limits::RECEIVE_LOW_WATER_BYTES,
         _ => limits::SHARED_LOW_WATER_BYTES,
     };
-    let mut lane = Lane { chunks, range, end_byte, sink, buffers, low_water_bytes };
-    // With one stream there is nothing to choose between.
-    match order {
-        Order::Arrival if streams.len() > 1 => lane.by_arrival(&mut streams, signal),
-        _ => lane.in_turn(&mut streams, signal),
-    }
+    let turns = in_turn.then(|| VecDeque::from_iter((!range.is_empty()).then(|| range.clone())));
+    let poller = Poller::new(&inbox.signal)?;
+    let lost = streams.iter().filter(|stream| stream.lost).count();
+    let mut lane = Lane {
+        chunks,
+        range,
+        sink,
+        buffers,
+        low_water_bytes,
+        streams,
+        turns,
+        inbox,
+        report,
+        poller,
+        lost,
+    };
+    lane.run()
 }
 
-struct Lane<'a> {
+struct Lane<'a, 'b> {
     chunks: &'a ChunkTable,
     range: Range<usize>,
-    end_byte: u64,
     sink: &'a mut dyn Sink,
     /// Those that no stream is filling; the one used last is still in the cache.
     buffers: &'a mut ChunkBuffers,
     /// How much should wait before a stream is looked at.
     low_water_bytes: u64,
+    streams: Vec<Incoming<'b>>,
+    /// The chunks whose turn is to come, where peers take turns.
+    turns: Option<VecDeque<Range<usize>>>,
+    inbox: &'a Inbox<ReceiveOrder>,
+    report: Report<'a>,
+    poller: Poller<'a>,
+    /// Peers that are lost.
+    lost: usize,
 }
 
-impl Lane<'_> {
-    fn in_turn(&mut self, streams: &mut [Incoming<'_>], signal: &Signal) -> Result<(), LaneError> {
-        let mut poller = Poller::new(signal)?;
-        for _ in self.range.clone() {
-            for stream in streams.iter_mut() {
-                stream.progress.made();
-                self.finish_chunk(stream, &mut poller)?;
-            }
-            signal.check()?;
-        }
-        Ok(())
-    }
-
-    /// Waits until the next chunk of one stream has gone to the sink.
-    fn finish_chunk(
-        &mut self,
-        stream: &mut Incoming<'_>,
-        poller: &mut Poller<'_>,
-    ) -> Result<(), LaneError> {
-        loop {
-            let step = self.step(stream)?;
-            if step == Step::Chunk {
-                return Ok(());
-            }
-            stream.check_progress(step == Step::NeedsSum)?;
-            if step == Step::Empty {
-                poller.add(stream.channel, 0, EventFlags::IN)?;
-                poller.wait(&mut BTreeSet::new(), TICK)?;
-                poller.remove(stream.channel)?;
-            } else if !stream.shared.sums.park(stream.next - self.range.start) {
-                poller.wait(&mut BTreeSet::new(), TICK)?;
-            }
-        }
-    }
-
-    /// Takes a chunk from whoever has one, those that are behind first: then all peers work on
-    /// neighbouring chunks and the accumulator stays in the cache.
-    fn by_arrival(
-        &mut self,
-        streams: &mut [Incoming<'_>],
-        signal: &Signal,
-    ) -> Result<(), LaneError> {
-        let mut poller = Poller::new(signal)?;
-        // Streams that may have something; the others are in the poller, or wait for a checksum.
-        let mut hot: BTreeSet<usize> = (0..streams.len()).collect();
-        let mut parked: BTreeSet<usize> = BTreeSet::new();
-        let mut open = streams.len();
+impl Lane<'_, '_> {
+    fn run(&mut self) -> Result<(), LaneError> {
         let mut checked = Instant::now();
-        while open > 0 {
-            signal.check()?;
-            if let Some(&index) = hot.iter().min_by_key(|&&index| streams[index].next) {
-                let stream = &mut streams[index];
-                match self.step(stream)? {
-                    Step::Chunk if stream.next < self.range.end => {}
-                    Step::Chunk => {
-                        hot.remove(&index);
-                        open -= 1;
-                    }
-                    Step::Empty => {
-                        hot.remove(&index);
-                        poller.add(stream.channel, index, EventFlags::IN)?;
-                    }
-                    Step::NeedsSum if stream.shared.sums.park(stream.next - self.range.start) => {}
-                    Step::NeedsSum => {
-                        hot.remove(&index);
-                        parked.insert(index);
-                    }
+        loop {
+            while let Some(order) = self.inbox.take() {
+                if self.obey(order)? {
+                    return Ok(());
                 }
             }
-            if hot.len() == open {
-                continue;
+            self.inbox.signal.check()?;
+            let next = self.next_stream();
+            if let Some(index) = next {
+                self.advance(index)?;
             }
-            let mut ready = BTreeSet::new();
-            let timeout = if hot.is_empty() { TICK } else { Duration::ZERO };
-            if poller.wait(&mut ready, timeout)? {
-                hot.append(&mut parked);
+            if next.is_none() || self.must_poll() {
+                self.poll(if next.is_some() { Duration::ZERO } else { TICK })?;
             }
-            for &index in &ready {
-                poller.remove(streams[index].channel)?;
-            }
-            hot.append(&mut ready);
             if checked.elapsed() >= TICK {
                 checked = Instant::now();
-                for (index, stream) in streams.iter_mut().enumerate() {
-                    if stream.next < self.range.end && !hot.contains(&index) {
-                        stream.check_progress(parked.contains(&index))?;
-                    }
+                self.check_progress();
+            }
+        }
+    }
+
+    /// Whose bytes to take next: in turn, or else those that are behind first. Then all peers work
+    /// on neighbouring chunks and the accumulator stays in the cache.
+    fn next_stream(&mut self) -> Option<usize> {
+        match self.turn() {
+            Some((_, Some(index))) => self.streams[index].is_ready().then_some(index),
+            Some((_, None)) => None,
+            None => {
+                let ready = self.streams.iter().enumerate().filter(|(_, s)| s.is_ready());
+                ready.min_by_key(|(_, stream)| stream.front()).map(|(index, _)| index)
+            }
+        }
+    }
+
+    /// Where peers take turns: the chunk, and whose turn it is.
+    fn turn(&mut self) -> Option<(Option<usize>, Option<usize>)> {
+        let start = self.range.start;
+        let turns = self.turns.as_mut()?;
+        while let Some(front) = turns.front_mut() {
+            let chunk = front.start;
+            let owes = |stream: &Incoming<'_>| !stream.lost && !stream.done[chunk - start];
+            if let Some(index) = self.streams.iter().position(owes) {
+                return Some((Some(chunk), Some(index)));
+            }
+            front.start += 1;
+            if front.start >= front.end {
+                turns.pop_front();
+            }
+        }
+        Some((None, None))
+    }
+
+    /// With all streams at work there is nothing to wait for.
+    fn must_poll(&self) -> bool {
+        self.turns.is_none()
+            && self.streams.iter().any(|stream| {
+                matches!(stream.state(), Some(State::Socket | State::Sum)) && !stream.lost
+            })
+    }
+
+    fn poll(&mut self, timeout: Duration) -> Result<(), LaneError> {
+        let mut ready = BTreeSet::new();
+        let signalled = self.poller.wait(&mut ready, timeout)?;
+        for (index, stream) in self.streams.iter_mut().enumerate() {
+            let Some(line) = &mut stream.line else { continue };
+            match line.state {
+                State::Socket if ready.contains(&index) => {
+                    self.poller.remove(&*line.channel)?;
+                    line.state = State::Ready;
                 }
+                State::Sum if signalled => line.state = State::Ready,
+                _ => {}
+            }
+            if signalled {
+                Self::report_if_whole(stream, index, self.lost, self.report);
             }
         }
         Ok(())
+    }
+
+    /// Does what it is told; true at the end.
+    fn obey(&mut self, order: ReceiveOrder) -> Result<bool, LaneError> {
+        match order {
+            ReceiveOrder::Finish => return Ok(true),
+            ReceiveOrder::Detach { peer } => self.detach(peer)?,
+            ReceiveOrder::Lose { peer } => self.lose(peer)?,
+            ReceiveOrder::Attach { peer, connection, channel, doubted } => {
+                self.attach(peer, connection, channel, doubted)?;
+            }
+        }
+        Ok(false)
+    }
+
+    fn attach(
+        &mut self,
+        peer: usize,
+        connection: ConnectionId,
+        channel: Arc<DataChannel>,
+        doubted: bool,
+    ) -> Result<(), LaneError> {
+        self.detach(peer)?;
+        let wanted = self.missing_of(peer);
+        let stream = &mut self.streams[peer];
+        if stream.lost {
+            return Ok(());
+        }
+        let opened = channel.receive_path(stream.kind);
+        let path = opened.map_err(|error| LaneError::peer(peer, error))?;
+        stream.line = Some(Line {
+            connection,
+            path,
+            lands: channel.lands(stream.kind),
+            channel,
+            low_water: 0,
+            progress: Progress::new(stream.stall),
+            state: State::Ready,
+        });
+        stream.push_back(&wanted);
+        if doubted {
+            let done = stream.done.iter().zip(self.range.clone()).filter(|(done, _)| **done);
+            let proofs = ranges(done.map(|(_, chunk)| chunk));
+            for chunk in proofs.iter().cloned().flatten() {
+                stream.shared.sums.doubt(chunk);
+            }
+            if !proofs.is_empty() {
+                stream.reported_whole = false;
+                (self.report)(ReceiveReport::Prove { peer, connection, chunks: proofs });
+            }
+        }
+        if !wanted.is_empty() {
+            (self.report)(ReceiveReport::Want { peer, connection, chunks: wanted });
+        }
+        Self::report_if_whole(stream, peer, self.lost, self.report);
+        Ok(())
+    }
+
+    /// What has not come from a peer, in the order in which it is taken.
+    fn missing_of(&self, peer: usize) -> Vec<Range<usize>> {
+        let (done, start) = (&self.streams[peer].done, self.range.start);
+        let is_missing = |chunk: &usize| !done[chunk - start];
+        match &self.turns {
+            Some(turns) => ranges(turns.iter().cloned().flatten().filter(is_missing)),
+            None => ranges(self.range.clone().filter(is_missing)),
+        }
+    }
+
+    fn detach(&mut self, peer: usize) -> Result<(), LaneError> {
+        let stream = &mut self.streams[peer];
+        if let Some(line) = stream.line.take()
+            && line.state == State::Socket
+        {
+            self.poller.remove(&*line.channel)?;
+        }
+        stream.queue.clear();
+        stream.filled = 0;
+        self.buffers.0.extend(stream.scratch.take());
+        Ok(())
+    }
+
+    /// Leaves a peer out.
+    fn lose(&mut self, peer: usize) -> Result<(), LaneError> {
+        if self.streams[peer].lost {
+            return Ok(());
+        }
+        self.detach(peer)?;
+        self.streams[peer].lost = true;
+        self.lost += 1;
+        if self.sink.mixes() {
+            let failed = |error| LaneError::peer(peer, error);
+            let begin_anew = self.sink.lose(peer).map_err(failed)?;
+            let start = self.range.start;
+            let mixed: BTreeSet<usize> = match begin_anew {
+                true => self.range.clone().collect(),
+                false => {
+                    let done = &self.streams[peer].done;
+                    self.range.clone().filter(|chunk| done[chunk - start]).collect()
+                }
+            };
+            self.redo(&mixed);
+            // Some may have lacked this peer's chunk only.
+            for chunk in self.range.clone().filter(|chunk| !mixed.contains(chunk)) {
+                let chunk = self.chunks.get(chunk);
+                self.sink.complete(&chunk).map_err(failed)?;
+            }
+        }
+        for (index, stream) in self.streams.iter_mut().enumerate() {
+            stream.reported_whole = false;
+            Self::report_if_whole(stream, index, self.lost, self.report);
+        }
+        Ok(())
+    }
+
+    /// Begins these chunks anew: whoever has sent them sends them again.
+    fn redo(&mut self, chunks: &BTreeSet<usize>) {
+        if chunks.is_empty() {
+            return;
+        }
+        chunks.iter().for_each(|&chunk| self.sink.forget(&self.chunks.get(chunk)));
+        for (peer, stream) in self.streams.iter_mut().enumerate().filter(|(_, s)| !s.lost) {
+            let mut again: BTreeSet<usize> = BTreeSet::new();
+            for &chunk in chunks {
+                if std::mem::replace(&mut stream.done[chunk - self.range.start], false) {
+                    stream.missing += 1;
+                    again.insert(chunk);
+                }
+            }
+            if self.turns.is_some() {
+                again.extend(stream.void(chunks));
+            }
+            stream.reported_whole = false;
+            // Without a connection the next one brings them.
+            if let (Some(line), false) = (&stream.line, again.is_empty()) {
+                let (connection, wanted) = (line.connection, ranges(again));
+                stream.push_back(&wanted);
+                (self.report)(ReceiveReport::Want { peer, connection, chunks: wanted });
+            }
+        }
+        if let Some(turns) = &mut self.turns {
+            let left = turns.drain(..).flatten().filter(|chunk| !chunks.contains(chunk));
+            *turns = ranges(left.chain(chunks.iter().copied()).collect::<Vec<_>>()).into();
+        }
+    }
+
+    fn report_if_whole(stream: &mut Incoming<'_>, peer: usize, lost: usize, report: Report<'_>) {
+        if stream.reported_whole || stream.lost || stream.missing > 0 {
+            return;
+        }
+        if stream.shared.sums.park_for_proof() {
+            stream.reported_whole = true;
+            report(ReceiveReport::Whole { peer, lost });
+        }
+    }
+
+    /// Finds streams that should be moving and are not.
+    fn check_progress(&mut self) {
+        let turn = self.turn().map(|(_, index)| index);
+        for index in 0..self.streams.len() {
+            let stream = &mut self.streams[index];
+            let Some(line) = &mut stream.line else { continue };
+            // The time before a peer begins is its own: it trains. And so is the time of others.
+            let waits = stream.queue.is_empty()
+                || !stream.shared.began.load(Ordering::Acquire)
+                || turn.is_some_and(|turn| turn != Some(index));
+            if waits {
+                line.progress.made();
+            }
+            if line.progress.is_overdue() {
+                let error = match line.state {
+                    State::Sum => TransferError::NoChecksum,
+                    _ => line.progress.stalled(),
+                };
+                self.break_off(index, error);
+            } else if line.progress.last.elapsed() > TICK && line.low_water > 1 {
+                // On a slow link every byte counts as progress, so wake for every byte.
+                line.low_water = 1;
+                if let Err(error) = line.channel.set_receive_low_water(1) {
+                    self.break_off(index, error.into());
+                }
+            }
+        }
+    }
+
+    /// The stream's connection is of no use any more.
+    fn break_off(&mut self, peer: usize, error: TransferError) {
+        let Some(connection) = self.streams[peer].line.as_ref().map(|line| line.connection) else {
+            return;
+        };
+        // A socket that epoll does not know (any more) is no reason to end the others.
+        let _ = self.detach(peer);
+        (self.report)(ReceiveReport::Broken { peer, connection, error });
     }
 
     /// Moves one stream on by at most one chunk, without waiting.
-    fn step(&mut self, stream: &mut Incoming<'_>) -> Result<Step, LaneError> {
-        self.try_step(stream).map_err(|error| LaneError::peer(stream.peer, error))
+    fn advance(&mut self, index: usize) -> Result<(), LaneError> {
+        match self.step(index) {
+            Ok(Step::Chunk) => {
+                let stream = &mut self.streams[index];
+                if stream.missing == 0
+                    && let Some(line) = &stream.line
+                    && let Err(error) = line.channel.refuse_more()
+                {
+                    self.break_off(index, error);
+                    return Ok(());
+                }
+                Self::report_if_whole(&mut self.streams[index], index, self.lost, self.report);
+            }
+            Ok(Step::Empty) => {
+                if let Some(line) = &mut self.streams[index].line {
+                    self.poller.add(&*line.channel, index, EventFlags::IN)?;
+                    line.state = State::Socket;
+                }
+            }
+            Ok(Step::NeedsSum) => {
+                let stream = &mut self.streams[index];
+                if let (Some(chunk), Some(line)) =
+                    (stream.queue.front().map(|run| run.chunks.start), &mut stream.line)
+                    && !stream.shared.sums.park(chunk)
+                {
+                    line.state = State::Sum;
+                }
+            }
+            // Our memory and our disk are no peer's fault.
+            Err(error @ (TransferError::Region(_) | TransferError::Sink(_))) => {
+                return Err(LaneError::peer(index, error));
+            }
+            Err(error) => self.break_off(index, error),
+        }
+        Ok(())
     }
 
-    fn try_step(&mut self, stream: &mut Incoming<'_>) -> Result<Step, TransferError> {
-        let chunk = self.chunks.get(stream.next);
+    fn step(&mut self, index: usize) -> Result<Step, TransferError> {
+        let Some(front) = self.streams[index].front() else { return Ok(Step::Empty) };
+        let chunk = self.chunks.get(front);
         let length = chunk.length();
-        while stream.filled < length {
-            // Fewer wake-ups while much is to come, and none missed at the end of the range.
-            let left = self.end_byte - chunk.bytes.start - stream.filled as u64;
-            let wanted = self.low_water_bytes.min((length - stream.filled) as u64);
-            stream.set_low_water(left.min(wanted.max(limits::RECEIVE_LOW_WATER_BYTES)) as usize)?;
-            match self.receive_into_place(stream, &chunk) {
+        while self.streams[index].filled < length {
+            match self.receive_some(index, &chunk) {
                 Ok(0) => return Err(TransferError::Closed),
                 Ok(received) => {
+                    let stream = &mut self.streams[index];
                     stream.filled += received;
                     stream.shared.moved.fetch_add(received as u64, Ordering::Relaxed);
                     // A first byte says as much as the word that the upload begins.
                     stream.shared.began.store(true, Ordering::Release);
-                    stream.progress.made();
+                    stream.line.iter_mut().for_each(|line| line.progress.made());
                 }
                 Err(TransferError::Io(error)) if error.kind() == io::ErrorKind::WouldBlock => {
                     return Ok(Step::Empty);
@@ -287,23 +669,32 @@ impl Lane<'_> {
                 Err(error) => return Err(error),
             }
         }
-        self.deliver(stream, &chunk)
+        self.deliver(index, &chunk)
     }
 
     /// Into the sink where it offers a place, into a chunk buffer otherwise.
-    fn receive_into_place(
-        &mut self,
-        stream: &mut Incoming<'_>,
-        chunk: &Chunk,
-    ) -> Result<usize, TransferError> {
+    fn receive_some(&mut self, peer: usize, chunk: &Chunk) -> Result<usize, TransferError> {
+        let stream = &mut self.streams[peer];
         let (filled, length) = (stream.filled, chunk.length());
-        let socket = stream.channel.as_fd();
-        if stream.lands == Lands::Nowhere {
-            let nowhere = Landing { length: length - filled, bytes: None, file: None };
-            return Ok(stream.path.receive(socket, nowhere)?);
+        let run = stream.queue.front().ok_or(TransferError::Closed)?;
+        // Fewer wake-ups while much is to come, and none missed at the end of the run.
+        let run_end = self.chunks.get(run.chunks.end - 1).bytes.end;
+        let left = run_end - chunk.bytes.start - filled as u64;
+        let wanted = self.low_water_bytes.min((length - filled) as u64);
+        let low_water = left.min(wanted.max(limits::RECEIVE_LOW_WATER_BYTES)) as usize;
+        let void = run.void;
+        let line = stream.line.as_mut().ok_or(TransferError::Closed)?;
+        if low_water != line.low_water {
+            line.channel.set_receive_low_water(low_water)?;
+            line.low_water = low_water;
         }
-        if let Some(landing) = self.sink.landing(stream.peer, chunk, filled, stream.lands) {
-            return Ok(stream.path.receive(socket, landing)?);
+        let socket = line.channel.as_fd();
+        if line.lands == Lands::Nowhere {
+            let nowhere = Landing { length: length - filled, bytes: None, file: None };
+            return Ok(line.path.receive(socket, nowhere)?);
+        }
+        if !void && let Some(landing) = self.sink.landing(peer, chunk, filled, line.lands) {
+            return Ok(line.path.receive(socket, landing)?);
         }
         let mut scratch = match stream.scratch.take().or_else(|| self.buffers.0.pop()) {
             Some(region) => region,
@@ -315,34 +706,72 @@ impl Lane<'_> {
             bytes: Some(&mut bytes[filled..length]),
             file: Some((file, filled as u64)),
         };
-        let received = stream.path.receive(socket, landing);
+        let received = line.path.receive(socket, landing);
         stream.scratch = Some(scratch);
         Ok(received?)
     }
 
-    fn deliver(&mut self, stream: &mut Incoming<'_>, chunk: &Chunk) -> Result<Step, TransferError> {
-        let length = chunk.length();
-        if stream.lands != Lands::Nowhere {
+    fn deliver(&mut self, peer: usize, chunk: &Chunk) -> Result<Step, TransferError> {
+        let (length, start) = (chunk.length(), self.range.start);
+        let stream = &mut self.streams[peer];
+        let lands = stream.line.as_ref().map_or(Lands::Memory, |line| line.lands);
+        if stream.queue.front().is_some_and(|run| run.void) {
+            self.buffers.0.extend(stream.scratch.take());
+            stream.pop_front();
+            return Ok(Step::Chunk);
+        }
+        if lands != Lands::Nowhere {
             // Also a sink that does not check waits, so that no checksum is left for the next round.
-            let Some(announced) = stream.shared.sums.get(stream.next - self.range.start) else {
+            let Some(announced) = stream.shared.sums.get(chunk.index) else {
                 return Ok(Step::NeedsSum);
             };
             if self.sink.checks() {
                 let bytes = match &stream.scratch {
                     Some(scratch) => &scratch.bytes()[..length],
-                    None => self.sink.landed(stream.peer, chunk)?,
+                    None => self.sink.landed(peer, chunk)?,
                 };
                 if chunk_sum(bytes) != announced {
-                    return Err(TransferError::Checksum { bytes: chunk.bytes.clone() });
+                    return self.refute(peer, chunk);
                 }
             }
+            stream.shared.sums.verify(chunk.index);
         }
         if let Some(mut scratch) = stream.scratch.take() {
-            self.sink.accept(stream.peer, chunk, &mut scratch)?;
+            self.sink.accept(peer, chunk, &mut scratch)?;
             self.buffers.0.push(scratch);
         }
-        stream.next += 1;
-        stream.filled = 0;
+        let stream = &mut self.streams[peer];
+        stream.pop_front();
+        stream.done[chunk.index - start] = true;
+        stream.missing -= 1;
+        Ok(Step::Chunk)
+    }
+
+    /// A chunk does not match its checksum: it is asked for again, a few times.
+    fn refute(&mut self, peer: usize, chunk: &Chunk) -> Result<Step, TransferError> {
+        let stream = &mut self.streams[peer];
+        stream.shared.sums.refute(chunk.index);
+        self.buffers.0.extend(stream.scratch.take());
+        let times = stream.refuted.entry(chunk.index).or_default();
+        *times += 1;
+        if *times > limits::MAX_REPEATS {
+            return Err(TransferError::Checksum { bytes: chunk.bytes.clone() });
+        }
+        tracing::warn!(
+            "bytes {} to {} from peer {peer} do not match their checksum; they are asked for again",
+            chunk.bytes.start,
+            chunk.bytes.end
+        );
+        stream.pop_front();
+        if self.turns.is_some() {
+            // Its turn has passed: it begins anew, for all.
+            self.redo(&BTreeSet::from([chunk.index]));
+        }
+        let stream = &mut self.streams[peer];
+        let connection = stream.line.as_ref().map_or(0, |line| line.connection);
+        let wanted = vec![chunk.index..chunk.index + 1];
+        stream.push_back(&wanted);
+        (self.report)(ReceiveReport::Want { peer, connection, chunks: wanted });
         Ok(Step::Chunk)
     }
 }

@@ -19,7 +19,7 @@ const BLOCK_BYTES: usize = 8 << 10;
 
 /// The weighted mean of one lane.
 pub struct MeanSink<'a> {
-    weights: &'a Weights,
+    weights: Weights,
     layout: &'a AccumulatorLayout,
     /// The lane's slice of the accumulator, and the accumulator byte at which it starts. Holds the
     /// sums that have no tile; without one no more than [`limits::MEAN_TILES`] may be begun.
@@ -34,6 +34,12 @@ pub struct MeanSink<'a> {
     first_chunk: usize,
     /// For each chunk: from how many clients it came.
     arrived: Vec<usize>,
+    /// From how many it has to come.
+    clients: usize,
+    /// For each chunk: whether its mean is written.
+    completed: Vec<bool>,
+    /// Clients that are lost, or were from the start.
+    lost: Vec<bool>,
     /// Longest unused first.
     tiles: VecDeque<Tile>,
     /// Memory of tiles whose chunks are complete.
@@ -96,7 +102,7 @@ pub struct MeanSlices<'a> {
 impl<'a> MeanSink<'a> {
     /// The sink of the lane that owns the chunks `range`.
     pub fn new(
-        weights: &'a Weights,
+        weights: &Weights,
         layout: &'a AccumulatorLayout,
         chunks: &ChunkTable,
         range: &Range<usize>,
@@ -105,7 +111,7 @@ impl<'a> MeanSink<'a> {
         let bytes = chunks.bytes_of(range);
         let span = layout.span(bytes.clone())?;
         Ok(MeanSink {
-            weights,
+            weights: weights.clone(),
             layout,
             accumulator: slices.accumulator,
             accumulator_start: span.start,
@@ -114,6 +120,9 @@ impl<'a> MeanSink<'a> {
             sums: slices.sums,
             first_chunk: range.start,
             arrived: vec![0; range.len()],
+            completed: vec![false; range.len()],
+            clients: weights.clients(),
+            lost: vec![false; weights.clients()],
             tiles: VecDeque::new(),
             spare: std::mem::take(
                 &mut *slices.tiles.0.lock().unwrap_or_else(PoisonError::into_inner),
@@ -123,12 +132,19 @@ impl<'a> MeanSink<'a> {
         })
     }
 
+    /// Some clients are not expected; their weights are zero.
+    pub fn without(mut self, lost: &[bool]) -> MeanSink<'a> {
+        self.lost = lost.to_vec();
+        self.clients = lost.iter().filter(|&&lost| !lost).count();
+        self
+    }
+
     /// Folds in the next client's chunk.
     pub fn add(&mut self, peer: usize, chunk: &Chunk, payload: &[u8]) -> Result<(), SinkError> {
         let weight = self.weights.get(peer).ok_or(ReducerError::NoWeight)?;
         let arrived = &mut self.arrived[chunk.index - self.first_chunk];
         *arrived += 1;
-        let (begins, last) = (*arrived == 1, *arrived == self.weights.clients());
+        let (begins, last) = (*arrived == 1, *arrived == self.clients);
         let (carry, last) = (self.wave.and_then(|wave| wave.carry), last && self.wave.is_none());
         let first = begins && carry.is_none();
         let mut tile = self.take_tile(chunk, first)?;
@@ -136,7 +152,8 @@ impl<'a> MeanSink<'a> {
             reducer::rescale(chunk.dtype, factor, tile.bytes())?;
         }
         if last {
-            self.complete(chunk, first, weight, payload, &mut tile)?;
+            self.add_last(chunk, first, weight, payload, &mut tile)?;
+            self.completed[chunk.index - self.first_chunk] = true;
             self.spare.push(tile.memory);
             return Ok(());
         }
@@ -160,7 +177,7 @@ impl<'a> MeanSink<'a> {
         let weight = self.weights.get(peer).ok_or(ReducerError::NoWeight)?;
         let arrived = self.arrived[chunk.index - self.first_chunk];
         let first = arrived == 0 && self.wave.is_none_or(|wave| wave.carry.is_none());
-        let last = arrived + 1 == self.weights.clients();
+        let last = arrived + 1 == self.clients;
         if !first || last || !weight.is_positive() || !reducer::is_own_sum(chunk.dtype) {
             return Ok(false);
         }
@@ -224,7 +241,7 @@ impl<'a> MeanSink<'a> {
 
     /// Folds in the last client's chunk and writes the mean, block by block, so that its checksum
     /// finds it in the innermost cache. Nobody reads the mean before the round is over.
-    fn complete(
+    fn add_last(
         &mut self,
         chunk: &Chunk,
         first: bool,
@@ -233,25 +250,52 @@ impl<'a> MeanSink<'a> {
         tile: &mut Tile,
     ) -> Result<(), SinkError> {
         tile.settle()?;
-        let start = (chunk.bytes.start - self.model_start) as usize;
-        let mean = match (&mut self.model, &mut self.accumulator) {
-            (Some(model), _) => &mut model[start..start + payload.len()],
-            (None, Some(sums)) => &mut sums[tile.place.clone()],
-            (None, None) => return Err(SinkError::NoSums),
-        };
         // Whole blocks of the payload have whole blocks of sums.
         let sums_bytes = BLOCK_BYTES * tile.place.len() / payload.len().max(1);
-        let blocks = payload.chunks(BLOCK_BYTES).zip(tile.bytes().chunks_mut(sums_bytes.max(1)));
         let mut sum = ChunkSum::new();
         let mut scratch = [0; BLOCK_BYTES];
+        let (weights, dtype, place) = (&self.weights, chunk.dtype, tile.place.clone());
+        let (model, sums) = (&mut self.model, &mut self.accumulator);
+        let mean = mean_of(model, sums, chunk, self.model_start, place)?;
+        let blocks = payload.chunks(BLOCK_BYTES).zip(tile.bytes().chunks_mut(sums_bytes.max(1)));
         for ((payload, sums), mean) in blocks.zip(mean.chunks_mut(BLOCK_BYTES)) {
-            let (dtype, weights, out) = (chunk.dtype, self.weights, &mut scratch[..payload.len()]);
+            let out = &mut scratch[..payload.len()];
             reducer::complete(dtype, first, weight, weights, payload, sums, out)?;
             sum.update(out);
             store_past_cache(mean, out);
         }
         self.sums[chunk.index - self.first_chunk] = sum.finish();
         Ok(())
+    }
+
+    /// Writes the mean of sums that have come from everyone already.
+    fn finish_chunk(&mut self, chunk: &Chunk) -> Result<(), SinkError> {
+        let mut tile = self.take_tile(chunk, false)?;
+        tile.settle()?;
+        let (place, mut sum) = (tile.place.clone(), ChunkSum::new());
+        let (model, sums) = (&mut self.model, &mut self.accumulator);
+        let mean = mean_of(model, sums, chunk, self.model_start, place)?;
+        reducer::finish(chunk.dtype, &self.weights, tile.bytes(), mean)?;
+        sum.update(mean);
+        self.sums[chunk.index - self.first_chunk] = sum.finish();
+        self.spare.push(tile.memory);
+        Ok(())
+    }
+}
+
+/// Where the mean of a chunk goes: into the model, or in the place of its sums.
+fn mean_of<'m>(
+    model: &'m mut Option<&mut [u8]>,
+    sums: &'m mut Option<&mut [u8]>,
+    chunk: &Chunk,
+    model_start: u64,
+    place: Range<usize>,
+) -> Result<&'m mut [u8], SinkError> {
+    let start = (chunk.bytes.start - model_start) as usize;
+    match (model, sums) {
+        (Some(model), _) => Ok(&mut model[start..start + chunk.length()]),
+        (None, Some(sums)) => Ok(&mut sums[place]),
+        (None, None) => Err(SinkError::NoSums),
     }
 }
 
@@ -264,6 +308,40 @@ impl Drop for MeanSink<'_> {
 }
 
 impl Sink for MeanSink<'_> {
+    fn mixes(&self) -> bool {
+        true
+    }
+
+    fn lose(&mut self, peer: usize) -> Result<bool, SinkError> {
+        if std::mem::replace(&mut self.lost[peer], true) {
+            return Ok(false);
+        }
+        self.clients -= 1;
+        let alone = self.weights.lose(peer)?;
+        if alone {
+            self.completed.fill(false);
+        }
+        Ok(alone)
+    }
+
+    fn forget(&mut self, chunk: &Chunk) {
+        let index = chunk.index - self.first_chunk;
+        (self.arrived[index], self.completed[index]) = (0, false);
+        if let Some(index) = self.tiles.iter().position(|tile| tile.chunk == chunk.index) {
+            self.spare.extend(self.tiles.remove(index).map(|tile| tile.memory));
+        }
+    }
+
+    fn complete(&mut self, chunk: &Chunk) -> Result<(), SinkError> {
+        let index = chunk.index - self.first_chunk;
+        let all = self.clients > 0 && self.arrived[index] == self.clients;
+        if !all || self.completed[index] || self.wave.is_some() {
+            return Ok(());
+        }
+        self.completed[index] = true;
+        self.finish_chunk(chunk)
+    }
+
     fn end(&mut self) -> Result<(), SinkError> {
         // Of a whole mean none is left.
         while !self.tiles.is_empty() {

@@ -1,6 +1,8 @@
 //! What the control channel says. The order of variants and fields is the wire format:
 //! new ones go to the end, and [`super::hello::VERSION`] rises.
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 use super::hello::{Place, SessionId, Ticket};
@@ -21,16 +23,18 @@ pub enum ClientMessage {
         header: Vec<u8>,
         /// What it comes for; zeros for the only session of an aggregator.
         place: Place,
+        /// The ticket of its last plan, if its connection broke and it comes again.
+        resumes: Option<Ticket>,
     },
     /// The upload of this round begins: from now on bytes are expected.
     Uploading {
         /// The round.
         round: u32,
     },
-    /// Checksums of the next chunks of one stream.
+    /// Checksums of chunks whose bytes, or whose proof, were asked for.
     Sums {
-        /// The stream.
-        stream: u32,
+        /// Number of the first chunk in the model.
+        first: u32,
         /// One for each chunk, in order.
         sums: Vec<WireSum>,
     },
@@ -55,6 +59,14 @@ pub enum ClientMessage {
         /// What it would come for.
         place: Place,
     },
+    /// Asks for chunks of the model that is on offer, on one stream and in this order, behind
+    /// those that were asked for before.
+    Want {
+        /// The stream.
+        stream: u32,
+        /// The chunks.
+        chunks: Vec<ChunkRange>,
+    },
 }
 
 /// From the aggregator to a client.
@@ -69,10 +81,10 @@ pub enum AggregatorMessage {
         /// [`super::checksum::model_digest`] of the model.
         digest: [u8; 32],
     },
-    /// Checksums of the next chunks of one stream.
+    /// Checksums of chunks whose bytes, or whose proof, were asked for.
     Sums {
-        /// The stream.
-        stream: u32,
+        /// Number of the first chunk in the model.
+        first: u32,
         /// One for each chunk, in order.
         sums: Vec<WireSum>,
     },
@@ -81,10 +93,12 @@ pub enum AggregatorMessage {
         /// The round, counted from 1.
         round: u32,
     },
-    /// The update was verified and averaged.
+    /// The round is over.
     Applied {
         /// The round.
         round: u32,
+        /// Whether the client's update is in the mean.
+        counted: bool,
     },
     /// All rounds are done.
     Done,
@@ -95,6 +109,46 @@ pub enum AggregatorMessage {
         /// One line for people.
         reason: String,
     },
+    /// Asks for chunks of the update, on one stream and in this order, behind those that were asked
+    /// for before.
+    Want {
+        /// The stream.
+        stream: u32,
+        /// The chunks.
+        chunks: Vec<ChunkRange>,
+    },
+    /// Asks for the checksums of chunks that came over an earlier connection, without their bytes.
+    Prove {
+        /// The stream.
+        stream: u32,
+        /// The chunks.
+        chunks: Vec<ChunkRange>,
+    },
+}
+
+/// Consecutive chunks, by their numbers in the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChunkRange {
+    /// The first one.
+    pub first: u32,
+    /// The one behind the last one.
+    pub end: u32,
+}
+
+impl From<&Range<usize>> for ChunkRange {
+    /// A model has at most [`crate::limits::MAX_CHUNKS`].
+    fn from(range: &Range<usize>) -> ChunkRange {
+        ChunkRange { first: range.start as u32, end: range.end as u32 }
+    }
+}
+
+impl ChunkRange {
+    /// The range, if it is not empty and inside `lane`.
+    pub fn within(self, lane: &Range<usize>) -> Option<Range<usize>> {
+        let range = self.first as usize..self.end as usize;
+        let fits = range.start < range.end && lane.start <= range.start && range.end <= lane.end;
+        fits.then_some(range)
+    }
 }
 
 /// How the bytes of a session travel. Both sides derive the same chunks and the same range for

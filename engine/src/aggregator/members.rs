@@ -1,0 +1,563 @@
+//! The clients of a session: who is connected, who is expected back, who is gone. Turns what
+//! comes in from connections and lanes into what a round has to react to.
+
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::door::{Door, Pass};
+use super::gather::{check_model, random, refuse};
+use super::{Event, Joined, PeerShared, label, read_client};
+use crate::channel::DataChannel;
+use crate::control::{self, ControlChannel, Listeners, Writer, printable};
+use crate::error::{AggregatorError, ControlError, Fault, LaneError, ProtocolError, TransferError};
+use crate::lane::ConnectionId;
+use crate::lane::receive::ReceiveReport;
+use crate::lane::send::SendBroken;
+use crate::limits;
+use crate::manifest::Manifest;
+use crate::meter::Phase;
+use crate::wire::hello::{SessionId, Ticket, bind_ticket};
+use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
+
+/// A client of the session.
+pub(super) struct Peer {
+    pub name: String,
+    pub address: SocketAddr,
+    pub examples: f64,
+    pub shared: Arc<PeerShared>,
+    pub link: Link,
+    /// The round whose model it has; it then need not get it again.
+    pub holds: Option<u32>,
+}
+
+/// How a client is connected.
+pub(super) enum Link {
+    /// With all its data channels.
+    Up(Connection),
+    /// Its data channels are being opened.
+    Opening { connection: Connection, until: Instant },
+    /// It may come back until then. Its old connection may still say why it broke.
+    Down { old: Connection, fault: Fault, linger: Instant, until: Instant },
+    /// It is not expected back.
+    Gone { why: String },
+}
+
+/// A client's control channel and its data channels.
+pub(super) struct Connection {
+    pub id: ConnectionId,
+    pub ticket: Ticket,
+    pub writer: Arc<Writer>,
+    pub reader: Option<JoinHandle<()>>,
+    pub streams: Vec<Option<Arc<DataChannel>>>,
+    /// Whether it cannot be sure that the client has the same update as before.
+    pub doubted: bool,
+}
+
+impl Connection {
+    fn shut_down(&self) {
+        self.writer.shut_down();
+        self.streams.iter().flatten().for_each(|channel| channel.shut_down());
+    }
+
+    fn opened(&self) -> usize {
+        self.streams.iter().flatten().count()
+    }
+}
+
+impl Drop for Connection {
+    /// However a session ends, also before it began, no thread and no connection outlive it.
+    fn drop(&mut self) {
+        self.shut_down();
+        if let Some(reader) = self.reader.take() {
+            // The thread cannot panic, and there is nobody to tell.
+            let _ = reader.join();
+        }
+    }
+}
+
+impl Peer {
+    pub fn label(&self) -> String {
+        label(&self.name, self.address)
+    }
+
+    pub fn fault(&self, error: impl Into<Fault>) -> AggregatorError {
+        AggregatorError::Client { client: self.label(), error: error.into() }
+    }
+
+    /// Its connection, if it can be used.
+    pub fn up(&self) -> Option<&Connection> {
+        match &self.link {
+            Link::Up(connection) => Some(connection),
+            _ => None,
+        }
+    }
+
+    fn connection(&self) -> Option<&Connection> {
+        match &self.link {
+            Link::Up(connection) | Link::Opening { connection, .. } => Some(connection),
+            Link::Down { old, .. } => Some(old),
+            Link::Gone { .. } => None,
+        }
+    }
+
+    pub fn is_gone(&self) -> bool {
+        matches!(self.link, Link::Gone { .. })
+    }
+}
+
+/// What a round has to react to.
+pub(super) enum Notice {
+    /// A client's connection stands, with all its data channels.
+    Up(usize),
+    /// A client's connection is broken; it may come back.
+    Down(usize),
+    /// A client is not expected back, for this reason.
+    Gone(usize, Fault),
+    /// A client said something.
+    Message(usize, ClientMessage),
+    /// A receiving lane said something.
+    Receive(usize, ReceiveReport),
+    /// A sending lane said something.
+    Send(SendBroken),
+    /// A lane ended.
+    Lane(Result<(), LaneError>),
+    /// The memory of the rounds is there.
+    Warm(Phase),
+    /// Nothing happened until the time that was given.
+    Timeout,
+}
+
+/// What all plans of a session have in common.
+pub(super) struct Terms {
+    pub session: SessionId,
+    pub streams: usize,
+    pub chunk_bytes: u64,
+    pub rounds: u32,
+    /// Silence after which a peer is given up.
+    pub deadline: Duration,
+    /// How long a client whose connection broke may take to come back.
+    pub reconnect: Duration,
+    pub manifest: Manifest,
+}
+
+pub(super) struct Members {
+    pub peers: Vec<Peer>,
+    pub terms: Terms,
+    pub events: Receiver<Event>,
+    pub sender: Sender<Event>,
+    pub door: Arc<Door>,
+    pub listeners: Listeners,
+    pub next_connection: ConnectionId,
+    /// Events that came when nobody could react to them.
+    pub put_off: VecDeque<Event>,
+    /// Who wants to come back while his last connection still seems to stand, and until when it is
+    /// looked at again.
+    pub knocking: Vec<(Instant, Joined)>,
+}
+
+impl Members {
+    /// Sends a message to all clients that are connected.
+    pub fn tell_all(&self, message: &AggregatorMessage) {
+        (0..self.peers.len()).for_each(|peer| self.tell(peer, message));
+    }
+
+    /// Keeps an event for [`Members::next`].
+    pub fn put_off(&mut self, event: Event) {
+        self.put_off.push_back(event);
+    }
+
+    /// A client that closes after the last word has heard it.
+    pub fn forget_if_told(&mut self, peer: usize) {
+        if let Link::Down { fault: Fault::Control(ControlError::Closed), .. } =
+            &self.peers[peer].link
+        {
+            self.peers[peer].link = Link::Gone { why: String::new() };
+        }
+    }
+
+    /// What happens next, or [`Notice::Timeout`] at `until`.
+    ///
+    /// # Errors
+    /// Only what ends the whole session.
+    pub fn next(&mut self, until: Option<Instant>) -> Result<Notice, AggregatorError> {
+        loop {
+            if let Some(notice) = self.due() {
+                return Ok(notice);
+            }
+            let now = Instant::now();
+            if until.is_some_and(|until| until <= now) {
+                return Ok(Notice::Timeout);
+            }
+            let wake = self.next_due().into_iter().chain(until).min();
+            let wait = wake.map_or(limits::DEADLINE, |wake| wake.saturating_duration_since(now));
+            if let Some(event) = self.put_off.pop_front() {
+                if let Some(notice) = self.understand(event)? {
+                    return Ok(notice);
+                }
+                continue;
+            }
+            match self.events.recv_timeout(wait) {
+                Ok(event) => {
+                    if let Some(notice) = self.understand(event)? {
+                        return Ok(notice);
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+                // This holds the other end.
+                Err(RecvTimeoutError::Disconnected) => return Ok(Notice::Timeout),
+            }
+        }
+    }
+
+    /// Sends a message to a client. One that cannot be reached is found by its reader.
+    pub fn tell(&self, peer: usize, message: &AggregatorMessage) {
+        if let Some(connection) = self.peers[peer].up() {
+            let _ = connection.writer.send(message);
+        }
+    }
+
+    /// The connection of a client breaks now, for this reason, if it is `connection`.
+    pub fn drop_connection(
+        &mut self,
+        peer: usize,
+        connection: ConnectionId,
+        fault: Fault,
+    ) -> Option<Notice> {
+        let is_up = self.peers[peer].up().is_some_and(|up| up.id == connection);
+        is_up.then(|| self.break_off(peer, fault))
+    }
+
+    /// A client is not expected back.
+    pub fn dismiss(&mut self, peer: usize, fault: &Fault) {
+        let why = fault.to_string();
+        if let Some(connection) = self.peers[peer].up() {
+            let reason = printable(&format!("{}: {why}", self.peers[peer].label()));
+            let _ = connection.writer.send_if_idle(&AggregatorMessage::Failed { reason });
+        }
+        self.peers[peer].link = Link::Gone { why };
+    }
+
+    /// When something is due without anybody saying anything.
+    fn next_due(&self) -> Option<Instant> {
+        let due = |peer: &Peer| match &peer.link {
+            Link::Opening { until, .. } => Some(*until),
+            Link::Down { linger, until, .. } => Some((*linger).min(*until)),
+            _ => None,
+        };
+        let knocking = self.knocking.iter().map(|(until, _)| *until);
+        self.peers.iter().filter_map(due).chain(knocking).min()
+    }
+
+    fn due(&mut self) -> Option<Notice> {
+        let now = Instant::now();
+        let waited = self.knocking.extract_if(.., |(until, _)| *until <= now).collect::<Vec<_>>();
+        waited.into_iter().for_each(|(_, joined)| self.receive(joined, Duration::ZERO));
+        for index in 0..self.peers.len() {
+            let peer = &mut self.peers[index];
+            match &mut peer.link {
+                Link::Opening { connection, until } if *until <= now => {
+                    let (opened, wanted) = (connection.opened(), connection.streams.len());
+                    return Some(self.break_off(index, Fault::Streams { opened, wanted }));
+                }
+                Link::Down { until, .. } if *until <= now => {
+                    let Link::Down { fault, .. } = self.replace_link(index) else { continue };
+                    return Some(Notice::Gone(index, fault));
+                }
+                Link::Down { old, linger, until, .. } if *linger <= now => {
+                    old.shut_down();
+                    *linger = *until;
+                }
+                _ => {}
+            }
+        }
+        None
+    }
+
+    /// Makes a client gone, and gives what it was.
+    fn replace_link(&mut self, index: usize) -> Link {
+        let peer = &mut self.peers[index];
+        let why = match &peer.link {
+            Link::Down { fault, .. } => fault.to_string(),
+            _ => String::new(),
+        };
+        std::mem::replace(&mut peer.link, Link::Gone { why })
+    }
+
+    fn understand(&mut self, event: Event) -> Result<Option<Notice>, AggregatorError> {
+        match event {
+            Event::Lane { result } => Ok(Some(Notice::Lane(result))),
+            Event::Received { lane, report } => Ok(Some(Notice::Receive(lane, report))),
+            Event::SendBroken(broken) => Ok(Some(Notice::Send(broken))),
+            Event::Warm { result } => Ok(Some(Notice::Warm(result?))),
+            Event::Joined(joined) => {
+                self.receive(*joined, limits::LAST_WORDS);
+                Ok(None)
+            }
+            Event::Stream { connection, stream, channel } => {
+                Ok(self.add_stream(connection, stream, channel))
+            }
+            Event::Message { connection, message } => Ok(self.hear(connection, message)),
+            Event::Lost { connection, error } => {
+                // Who knocks may be the one whose connection this was.
+                self.knocking.iter_mut().for_each(|(until, _)| *until = Instant::now());
+                let Some(peer) = self.find(connection) else { return Ok(None) };
+                let fault = Fault::from(error);
+                match &mut self.peers[peer].link {
+                    // The first sign said less.
+                    Link::Down { fault: known, linger, until, .. } => {
+                        if is_first_sign(known) && !is_first_sign(&fault) {
+                            *known = fault;
+                        }
+                        *linger = *until;
+                        Ok(None)
+                    }
+                    Link::Gone { .. } => Ok(None),
+                    _ => Ok(Some(self.break_off(peer, fault))),
+                }
+            }
+        }
+    }
+
+    fn find(&self, connection: ConnectionId) -> Option<usize> {
+        let is_his = |peer: &Peer| peer.connection().is_some_and(|c| c.id == connection);
+        self.peers.iter().position(is_his)
+    }
+
+    fn hear(&mut self, connection: ConnectionId, message: ClientMessage) -> Option<Notice> {
+        let peer = self.find(connection)?;
+        match message {
+            ClientMessage::Failed { reason } => {
+                let fault = Fault::GaveUp { reason: printable(&reason) };
+                self.peers[peer].link = Link::Gone { why: fault.to_string() };
+                Some(Notice::Gone(peer, fault))
+            }
+            message if self.peers[peer].up().is_some() => Some(Notice::Message(peer, message)),
+            _ => None,
+        }
+    }
+
+    /// A client's connection is of no use any more. Whether the client may come back depends on why.
+    fn break_off(&mut self, index: usize, fault: Fault) -> Notice {
+        let returns = is_interruption(&fault) && !self.terms.reconnect.is_zero();
+        let now = Instant::now();
+        let peer = &mut self.peers[index];
+        let gone = Link::Gone { why: fault.to_string() };
+        let old = match std::mem::replace(&mut peer.link, gone) {
+            Link::Up(connection) | Link::Opening { connection, .. } => connection,
+            Link::Down { old, .. } => old,
+            gone @ Link::Gone { .. } => {
+                peer.link = gone;
+                return Notice::Gone(index, fault);
+            }
+        };
+        // Who may not come back can still have the last word.
+        let patience = match &fault {
+            _ if !returns => limits::LAST_WORDS,
+            // It was silent for half of the deadline already.
+            Fault::Control(ControlError::Silent)
+            | Fault::Transfer(TransferError::Stalled { .. }) => {
+                self.terms.reconnect.saturating_sub(self.terms.deadline / 2)
+            }
+            _ => self.terms.reconnect,
+        };
+        if !returns && !is_first_sign(&fault) {
+            let reason = printable(&format!("{}: {fault}", peer.label()));
+            let _ = old.writer.send_if_idle(&AggregatorMessage::Failed { reason });
+            return Notice::Gone(index, fault);
+        }
+        if returns {
+            tracing::warn!("{}: {fault}; it is expected back", peer.label());
+        }
+        let linger = now + limits::LAST_WORDS;
+        peer.link = Link::Down { old, fault, linger, until: now + patience };
+        Notice::Down(index)
+    }
+
+    /// A client comes (again).
+    fn receive(&mut self, joined: Joined, patience: Duration) {
+        let Some(index) = self.peers.iter().position(|peer| peer.name == joined.name) else {
+            tracing::warn!("{} came too late: all clients have joined already", joined.label());
+            let clients = self.peers.len();
+            return refuse(&joined.channel, &format!("all {clients} clients have joined already"));
+        };
+        if self.seems_connected(index, &joined) && !patience.is_zero() {
+            return self.knocking.push((Instant::now() + patience, joined));
+        }
+        if let Err(why) = self.check_return(index, &joined) {
+            tracing::warn!("{} was not let in again: {why}", joined.label());
+            return refuse(&joined.channel, &format!("{}: {why}", joined.label()));
+        }
+        if let Err(error) = self.welcome_back(index, joined) {
+            tracing::warn!("{}: {error}", self.peers[index].label());
+        }
+    }
+
+    /// Whether somebody of that name is connected who may be another one.
+    fn seems_connected(&self, index: usize, joined: &Joined) -> bool {
+        match &self.peers[index].link {
+            Link::Up(connection) | Link::Opening { connection, .. } => {
+                joined.resumes != Some(connection.ticket)
+            }
+            _ => false,
+        }
+    }
+
+    fn check_return(&self, index: usize, joined: &Joined) -> Result<(), Fault> {
+        let peer = &self.peers[index];
+        if self.seems_connected(index, joined) {
+            return Err(Fault::Name {
+                why: "is taken by another client, which is connected; give each its own --name",
+            });
+        }
+        if joined.examples.to_bits() != peer.examples.to_bits() {
+            let why = "is another one than before";
+            return Err(Fault::Weight { examples: joined.examples, why });
+        }
+        check_model(Some(&self.terms.manifest), &joined.header).map(drop)
+    }
+
+    fn welcome_back(&mut self, index: usize, joined: Joined) -> Result<(), AggregatorError> {
+        let was = self.peers[index].connection();
+        let doubted = was.is_none_or(|c| joined.resumes != Some(c.ticket) || c.doubted);
+        let address = joined.address;
+        let id = self.next_connection;
+        self.next_connection += 1;
+        let wants_header = joined.header.is_empty();
+        let shared = self.peers[index].shared.clone();
+        let terms = &self.terms;
+        let (connection, key) = connect(
+            joined,
+            id,
+            (terms.deadline, terms.reconnect),
+            terms.streams,
+            shared,
+            &self.sender,
+            doubted,
+        )?;
+        self.door.readmit(self.terms.session, index as u32, self.pass(key, id));
+        let plan = self.plan(index, connection.ticket, wants_header);
+        self.listeners
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(connection.writer.clone());
+        let writer = connection.writer.clone();
+        let until = Instant::now() + self.terms.deadline;
+        let peer = &mut self.peers[index];
+        peer.address = address;
+        peer.link = Link::Opening { connection, until };
+        tracing::info!("{} is back", peer.label());
+        // Who does not read it opens no data channels either.
+        let _ = writer.send(&AggregatorMessage::Plan(plan));
+        Ok(())
+    }
+
+    pub fn pass(&self, key: Ticket, connection: ConnectionId) -> Pass {
+        Pass { key, connection, taken: vec![false; self.terms.streams] }
+    }
+
+    pub fn plan(&self, client: usize, ticket: Ticket, wants_header: bool) -> Plan {
+        let terms = &self.terms;
+        let header = if wants_header { terms.manifest.header().to_vec() } else { Vec::new() };
+        Plan {
+            session: terms.session,
+            client: client as u32,
+            ticket,
+            streams: terms.streams as u32,
+            chunk_bytes: terms.chunk_bytes,
+            rounds: terms.rounds,
+            deadline_ms: terms.deadline.as_millis() as u64,
+            header,
+        }
+    }
+
+    fn add_stream(
+        &mut self,
+        connection: ConnectionId,
+        stream: u32,
+        channel: DataChannel,
+    ) -> Option<Notice> {
+        let index = self.find(connection)?;
+        let deadline = self.terms.deadline;
+        let peer = &mut self.peers[index];
+        let Link::Opening { connection, until } = &mut peer.link else { return None };
+        *connection.streams.get_mut(stream as usize)? = Some(Arc::new(channel));
+        // Each connection that comes is progress.
+        *until = Instant::now() + deadline;
+        if connection.opened() < connection.streams.len() {
+            return None;
+        }
+        let gone = Link::Gone { why: String::new() };
+        if let Link::Opening { connection, .. } = std::mem::replace(&mut peer.link, gone) {
+            peer.link = Link::Up(connection);
+        }
+        Some(Notice::Up(index))
+    }
+}
+
+/// Starts to read a client's control channel. Gives the connection, and what its data channels must
+/// prove to know.
+pub(super) fn connect(
+    joined: Joined,
+    id: ConnectionId,
+    (deadline, reconnect): (Duration, Duration),
+    streams: usize,
+    shared: Arc<PeerShared>,
+    events: &Sender<Event>,
+    doubted: bool,
+) -> Result<(Connection, Ticket), AggregatorError> {
+    let Joined { channel, secret, frame, .. } = joined;
+    let ticket = random()?;
+    let key = bind_ticket(&ticket, &secret, &frame);
+    channel.set_deadline(control::silence_limit(deadline, reconnect))?;
+    let ControlChannel { reader, writer } = channel;
+    let events = events.clone();
+    let thread = std::thread::Builder::new().name("control".into());
+    let thread = thread.spawn(move || read_client(reader, id, &shared, &events))?;
+    let streams = (0..streams).map(|_| None).collect();
+    let reader = Some(thread);
+    Ok((Connection { id, ticket, writer, reader, streams, doubted }, key))
+}
+
+/// Whether the client may come back after that. Who lies may not.
+fn is_interruption(fault: &Fault) -> bool {
+    matches!(
+        fault,
+        Fault::TooLate { .. }
+            | Fault::Control(ControlError::Closed | ControlError::Silent | ControlError::Io(_))
+            | Fault::Transfer(
+                TransferError::Closed | TransferError::Io(_) | TransferError::Stalled { .. }
+            )
+            | Fault::Streams { .. }
+    )
+}
+
+/// Whether the client's last words may say more.
+fn is_first_sign(fault: &Fault) -> bool {
+    matches!(
+        fault,
+        Fault::Transfer(TransferError::Closed | TransferError::Io(_))
+            | Fault::Control(ControlError::Io(_))
+    )
+}
+
+impl PeerShared {
+    /// Before a round: nothing has come of its update.
+    pub fn start_round(&self, round: u32, ready: bool) {
+        if let Some(sums) = self.sums.get() {
+            sums.clear();
+        }
+        self.began.store(ready, Ordering::SeqCst);
+        self.came.store(0, Ordering::Relaxed);
+        self.round.store(round, Ordering::SeqCst);
+    }
+}
+
+/// Something that makes no sense here.
+pub(super) fn unexpected(what: &'static str) -> Fault {
+    Fault::Control(ProtocolError::Unexpected { what }.into())
+}

@@ -1,0 +1,284 @@
+//! A client's connection to its aggregator: how it is made, and made again when it breaks.
+
+use std::net::SocketAddr;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use super::{Canceller, ClientConfig, ClientShared, Event};
+use crate::channel::DataChannel;
+use crate::control::{self, ControlChannel, Heartbeat, Reader, Writer, printable};
+use crate::error::{ClientError, ControlError, ProtocolError, TransferError};
+use crate::lane::ConnectionId;
+use crate::limits;
+use crate::wire::frame;
+use crate::wire::hello::{Answer, Channel, DataHello, Preamble, Ticket, bind_ticket};
+use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
+
+/// A control channel and its data channels.
+pub(super) struct Link {
+    pub id: ConnectionId,
+    pub address: SocketAddr,
+    pub plan: Plan,
+    pub writer: Arc<Writer>,
+    pub streams: Vec<Arc<DataChannel>>,
+    _heartbeat: Heartbeat,
+}
+
+impl Link {
+    pub fn shut_down(&self) {
+        self.writer.shut_down();
+        self.streams.iter().for_each(|channel| channel.shut_down());
+    }
+}
+
+/// What it takes to connect.
+pub(super) struct Dialler {
+    pub address: String,
+    pub config: ClientConfig,
+    /// The model's header, if the client knows it.
+    pub header: Vec<u8>,
+    pub canceller: Canceller,
+}
+
+impl Dialler {
+    /// Joins, waits for the plan, and opens the data channels.
+    pub fn connect(
+        &self,
+        id: ConnectionId,
+        resumes: Option<Ticket>,
+    ) -> Result<(Link, Reader), ClientError> {
+        let config = &self.config;
+        let dial = |source| ClientError::Dial { address: self.address.clone(), source };
+        let mut socket =
+            control::dial(&self.address, &config.congestion, config.deadline).map_err(dial)?;
+        // Who ends the connection at once leaves it without an address.
+        let address = socket.peer_addr().map_err(dial)?;
+        let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
+        control::write_fixed(&mut socket, &Preamble::new(Channel::Control))
+            .map_err(|error| at(error.into()))?;
+        let ControlChannel { mut reader, writer } = ControlChannel::new(socket, config.deadline)?;
+        self.canceller.watch(&writer)?;
+        let join = ClientMessage::Join {
+            name: config.name.clone(),
+            examples: config.examples,
+            header: self.header.clone(),
+            place: config.secret.place(),
+            resumes,
+        };
+        writer.send(&join).map_err(at)?;
+        let join_frame = frame::encode(&join).map_err(|error| at(error.into()))?;
+        let answer: Preamble = reader.read_fixed().map_err(at)?;
+        answer.channel().map_err(|error| at(error.into()))?;
+        self.canceller.state().answered = true;
+
+        let beat = |deadline| {
+            let listeners = Arc::new(Mutex::new(vec![writer.clone()]));
+            Heartbeat::start(listeners, ClientMessage::Alive, deadline)
+        };
+        // The plan says the aggregator's deadline; until then it may be any.
+        let early = beat(limits::MIN_DEADLINE)?;
+        let plan = await_plan(&mut reader, address)?;
+        check_plan(&plan, address)?;
+        let key = bind_ticket(&plan.ticket, &config.secret, &join_frame);
+        let deadline = Duration::from_millis(plan.deadline_ms);
+        let silence = control::silence_limit(deadline, config.reconnect);
+        let heartbeat = beat(silence)?;
+        drop(early);
+        reader.set_deadline(silence)?;
+        let streams = (0..plan.streams)
+            .map(|stream| open_stream(address, &plan, &key, config, stream).map(Arc::new))
+            .collect::<Result<_, _>>()
+            .map_err(|error| last_words(&mut reader, address, error))?;
+        // Its last words were given less time.
+        reader.set_deadline(silence)?;
+        Ok((Link { id, address, plan, writer, streams, _heartbeat: heartbeat }, reader))
+    }
+
+    /// Connects again, with pauses that grow, until an aggregator that lives answers, or the time
+    /// is over; then the error is `first`.
+    pub fn connect_again(
+        &self,
+        id: ConnectionId,
+        resumes: Option<Ticket>,
+        first: ClientError,
+        stopped: &Receiver<()>,
+    ) -> Result<(Link, Reader), ClientError> {
+        let until = Instant::now() + self.config.reconnect;
+        let mut pause = limits::FIRST_PAUSE;
+        while !self.canceller.is_cancelled() && Instant::now() < until {
+            tracing::info!("{first}; dialling again");
+            match self.connect(id, resumes) {
+                Ok(connected) => return Ok(connected),
+                Err(error) if !is_interruption(&error) => return Err(error),
+                Err(_) => {}
+            }
+            if stopped.recv_timeout(jittered(pause)) != Err(RecvTimeoutError::Timeout) {
+                break;
+            }
+            pause = (2 * pause).min(limits::LONGEST_PAUSE);
+        }
+        Err(first)
+    }
+}
+
+/// A time around `pause`: clients who lost their aggregator together come back one by one.
+fn jittered(pause: Duration) -> Duration {
+    let mut random = [0];
+    // Without randomness they come together.
+    let _ = rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty());
+    pause.mul_f64(0.5 + f64::from(random[0]) / 256.0)
+}
+
+/// Whether a new connection may help.
+pub(super) fn is_interruption(error: &ClientError) -> bool {
+    match error {
+        ClientError::Dial { .. } | ClientError::Refused { .. } => true,
+        ClientError::Control { error, .. } => {
+            matches!(error, ControlError::Closed | ControlError::Silent | ControlError::Io(_))
+        }
+        ClientError::Transfer { error, .. } => matches!(
+            error,
+            TransferError::Closed | TransferError::Io(_) | TransferError::Stalled { .. }
+        ),
+        _ => false,
+    }
+}
+
+/// Reads the aggregator's control channel until it ends, and then connects again.
+pub(super) struct Keeper {
+    pub dialler: Dialler,
+    pub shared: Arc<ClientShared>,
+    pub events: Sender<Event>,
+    pub stopped: Receiver<()>,
+}
+
+impl Keeper {
+    /// Runs until the session is over or cannot be resumed.
+    pub fn run(self, mut id: ConnectionId, ticket: Ticket, mut reader: Reader, at: SocketAddr) {
+        let mut ticket = ticket;
+        loop {
+            let error =
+                ClientError::Control { address: at.to_string(), error: self.read(&mut reader) };
+            if !is_interruption(&error) || self.dialler.config.reconnect.is_zero() {
+                return drop(self.events.send(Event::Lost(error)));
+            }
+            if self.events.send(Event::Down).is_err() {
+                return;
+            }
+            id += 1;
+            match self.dialler.connect_again(id, Some(ticket), error, &self.stopped) {
+                Ok((link, next)) => {
+                    (ticket, reader) = (link.plan.ticket, next);
+                    if self.events.send(Event::Up(Box::new(link))).is_err() {
+                        return;
+                    }
+                }
+                Err(error) => return drop(self.events.send(Event::Lost(error))),
+            }
+        }
+    }
+
+    fn read(&self, reader: &mut Reader) -> ControlError {
+        loop {
+            match reader.read(limits::MAX_FRAME_BYTES) {
+                Ok(AggregatorMessage::Alive) => {}
+                Ok(AggregatorMessage::Sums { first, sums }) => {
+                    if let Err(error) = self.shared.announce(first, &sums) {
+                        return error.into();
+                    }
+                }
+                Ok(message) => {
+                    if let AggregatorMessage::Download { round, digest } = message {
+                        self.shared.begin_download(round, digest);
+                    }
+                    if self.events.send(Event::Message(message)).is_err() {
+                        return ControlError::Closed;
+                    }
+                }
+                Err(error) => return error,
+            }
+        }
+    }
+}
+
+/// The plan comes when the last client has joined; until then only signs of life do.
+fn await_plan(reader: &mut Reader, address: SocketAddr) -> Result<Plan, ClientError> {
+    let address = address.to_string();
+    loop {
+        match reader.read(limits::MAX_FRAME_BYTES) {
+            Ok(AggregatorMessage::Alive) => {}
+            Ok(AggregatorMessage::Plan(plan)) => return Ok(plan),
+            Ok(AggregatorMessage::Failed { reason }) => {
+                return Err(ClientError::Ended { address, reason: printable(&reason) });
+            }
+            Ok(AggregatorMessage::Done) => return Err(ClientError::NotWanted { address }),
+            Ok(_) => {
+                let error = ProtocolError::Unexpected { what: "a message" }.into();
+                return Err(ClientError::Control { address, error });
+            }
+            Err(error) => return Err(ClientError::Control { address, error }),
+        }
+    }
+}
+
+/// A data channel that cannot be opened is often only the first sign that the session has ended:
+/// the control channel says why.
+fn last_words(reader: &mut Reader, address: SocketAddr, error: ClientError) -> ClientError {
+    if reader.set_deadline(limits::LAST_WORDS).is_err() {
+        return error;
+    }
+    let patience = Instant::now() + limits::LAST_WORDS;
+    while Instant::now() < patience {
+        match reader.read(limits::MAX_FRAME_BYTES) {
+            Ok(AggregatorMessage::Failed { reason }) => {
+                let (address, reason) = (address.to_string(), printable(&reason));
+                return ClientError::Ended { address, reason };
+            }
+            Ok(AggregatorMessage::Alive) => {}
+            _ => break,
+        }
+    }
+    error
+}
+
+fn check_plan(plan: &Plan, address: SocketAddr) -> Result<(), ClientError> {
+    let within = |what: &str, value: u64, least: u64, most: u64| {
+        if (least..=most).contains(&value) {
+            return Ok(());
+        }
+        let why = format!("{what} {value} is not between {least} and {most}");
+        Err(ClientError::Plan { address: address.to_string(), why })
+    };
+    within("streams", plan.streams.into(), 1, limits::MAX_STREAMS as u64)?;
+    within("chunk bytes", plan.chunk_bytes, limits::MIN_CHUNK_BYTES, limits::MAX_CHUNK_BYTES)?;
+    within("deadline", plan.deadline_ms, limits::MIN_DEADLINE_MS, limits::MAX_DEADLINE_MS)
+}
+
+fn open_stream(
+    address: SocketAddr,
+    plan: &Plan,
+    key: &Ticket,
+    config: &ClientConfig,
+    stream: u32,
+) -> Result<DataChannel, ClientError> {
+    let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
+    let deadline = Duration::from_millis(plan.deadline_ms);
+    let mut socket = control::dial(address, &config.congestion, deadline)
+        .map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
+    socket.set_read_timeout(Some(deadline))?;
+    let hello = DataHello::new(plan.session, plan.client, stream, key);
+    control::write_fixed(&mut socket, &Preamble::new(Channel::Data))
+        .and_then(|()| control::write_fixed(&mut socket, &hello))
+        .map_err(|error| at(error.into()))?;
+    let answer: Preamble = control::read_fixed(&mut socket).map_err(at)?;
+    answer.channel().map_err(|error| at(error.into()))?;
+    match answer.answer().map_err(|error| at(error.into()))? {
+        Answer::Admitted => {}
+        answer => {
+            let (address, answer) = (address.to_string(), answer.text());
+            return Err(ClientError::Refused { address, stream, answer });
+        }
+    }
+    Ok(DataChannel::new(socket)?)
+}
