@@ -87,6 +87,8 @@ pub struct Client {
     line: Line,
     /// The model that it has, once it said so.
     holds: Option<(u32, [u8; 32])>,
+    /// The newest round for which it sent an update.
+    uploaded: u32,
     phases: Vec<Phase>,
     keeper: Option<JoinHandle<()>>,
     stop: Option<Sender<()>>,
@@ -312,6 +314,7 @@ impl Client {
                 linger: None,
             },
             holds: None,
+            uploaded: 0,
             phases: Vec::new(),
             keeper: Some(thread),
             stop: Some(stop),
@@ -371,7 +374,8 @@ impl Client {
                 }
                 Notice::Message(AggregatorMessage::Done) => return Ok(Task::Done),
                 // Said again after an interruption.
-                Notice::Message(AggregatorMessage::Applied { .. }) => {}
+                Notice::Message(AggregatorMessage::Applied { round, .. })
+                    if round == self.uploaded => {}
                 Notice::Message(_) => return Err(self.unexpected("a message")),
                 // Of lanes that nobody runs any more.
                 _ => {}

@@ -83,7 +83,7 @@ fn joined(address: SocketAddr) -> TcpStream {
     assert_eq!(answer.channel().unwrap(), Channel::Control);
     let header = model().header().to_vec();
     let place = Secret::OPEN.place();
-    let join = ClientMessage::Join { name: "bad".into(), examples: 1.0, header, place };
+    let join = ClientMessage::Join { name: "bad".into(), examples: 1.0, header, place, resumes: None };
     Writer::new(&socket, DEADLINE).unwrap().send(&join).unwrap();
     socket
 }

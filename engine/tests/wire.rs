@@ -14,7 +14,7 @@ use fedlane::wire::frame::{self, LENGTH_BYTES};
 use fedlane::wire::hello::{
     Answer, Channel, DataHello, MAGIC, Preamble, Secret, VERSION, bind_ticket,
 };
-use fedlane::wire::message::{AggregatorMessage, ClientMessage, Plan};
+use fedlane::wire::message::{AggregatorMessage, ChunkRange, ClientMessage, Plan};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use serde::Serialize;
@@ -247,6 +247,7 @@ fn the_longest_header_fits_and_a_longer_message_is_not_sent() {
         examples: 1.0,
         header: vec![b' '; bytes as usize],
         place: [7; 16],
+        resumes: None,
     };
     assert!(frame::encode(&join(limits::MAX_HEADER_BYTES)).is_ok());
     let refused = frame::encode(&join(limits::MAX_FRAME_BYTES));
@@ -309,19 +310,31 @@ where
 
 /// Random messages, long enough that lengths take more than one byte.
 fn client_messages() -> impl Strategy<Value = ClientMessage> {
-    use ClientMessage::{Alive, Call, Failed, Join, Received, Sums, Uploading};
+    use ClientMessage::{Alive, Call, Failed, Join, Received, Sums, Uploading, Want};
     let examples = any::<f64>().prop_filter("NaN equals nothing", |number| !number.is_nan());
-    let join = (".{0,40}", examples, vec(any::<u8>(), 0..300), any::<[u8; 16]>());
+    let resumes = proptest::option::of(any::<[u8; 32]>());
+    let join = (".{0,40}", examples, vec(any::<u8>(), 0..300), any::<[u8; 16]>(), resumes);
     prop_oneof![
-        join.prop_map(|(name, examples, header, place)| Join { name, examples, header, place }),
+        join.prop_map(|(name, examples, header, place, resumes)| Join {
+            name,
+            examples,
+            header,
+            place,
+            resumes
+        }),
         any::<u32>().prop_map(|round| Uploading { round }),
         (any::<u32>(), vec(any::<[u8; 8]>(), 0..200))
-            .prop_map(|(stream, sums)| Sums { stream, sums }),
+            .prop_map(|(first, sums)| Sums { first, sums }),
         (any::<u32>(), any::<[u8; 32]>()).prop_map(|(round, digest)| Received { round, digest }),
         Just(Alive),
         ".{0,40}".prop_map(|reason| Failed { reason }),
         (".{0,40}", any::<[u8; 16]>()).prop_map(|(name, place)| Call { name, place }),
+        (any::<u32>(), chunks()).prop_map(|(stream, chunks)| Want { stream, chunks }),
     ]
+}
+
+fn chunks() -> impl Strategy<Value = Vec<ChunkRange>> {
+    vec(any::<(u32, u32)>().prop_map(|(first, end)| ChunkRange { first, end }), 0..50)
 }
 
 fn plans() -> impl Strategy<Value = Plan> {
@@ -335,14 +348,16 @@ fn plans() -> impl Strategy<Value = Plan> {
 }
 
 fn aggregator_messages() -> impl Strategy<Value = AggregatorMessage> {
-    use AggregatorMessage::{Alive, Applied, Done, Download, Failed, Sums, Upload};
+    use AggregatorMessage::{Alive, Applied, Done, Download, Failed, Prove, Sums, Upload, Want};
     prop_oneof![
         plans().prop_map(AggregatorMessage::Plan),
         (any::<u32>(), any::<[u8; 32]>()).prop_map(|(round, digest)| Download { round, digest }),
         (any::<u32>(), vec(any::<[u8; 8]>(), 0..200))
-            .prop_map(|(stream, sums)| Sums { stream, sums }),
+            .prop_map(|(first, sums)| Sums { first, sums }),
         any::<u32>().prop_map(|round| Upload { round }),
-        any::<u32>().prop_map(|round| Applied { round }),
+        any::<(u32, bool)>().prop_map(|(round, counted)| Applied { round, counted }),
+        (any::<u32>(), chunks()).prop_map(|(stream, chunks)| Want { stream, chunks }),
+        (any::<u32>(), chunks()).prop_map(|(stream, chunks)| Prove { stream, chunks }),
         Just(Done),
         Just(Alive),
         ".{0,40}".prop_map(|reason| Failed { reason }),

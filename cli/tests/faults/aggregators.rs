@@ -222,7 +222,7 @@ fn an_aggregator_that_sends_too_much() {
 fn an_aggregator_that_announces_too_many_checksums() {
     let act = |fake: &mut FakeAggregator| {
         fake.announce(fake.digest(), &fake.sums());
-        fake.say(&AggregatorMessage::Sums { stream: 1, sums: vec![[0; 8]] });
+        fake.say(&AggregatorMessage::Sums { first: 1 << 20, sums: vec![[0; 8]] });
     };
     fake_session(act, &["more checksums than the stream has chunks"]);
 }
@@ -234,7 +234,9 @@ fn an_aggregator_that_is_done_before_it_has_begun() {
 
 #[test]
 fn an_aggregator_that_has_averaged_what_it_never_asked_for() {
-    let act = |fake: &mut FakeAggregator| fake.say(&AggregatorMessage::Applied { round: 1 });
+    let act = |fake: &mut FakeAggregator| {
+        fake.say(&AggregatorMessage::Applied { round: 1, counted: true })
+    };
     fake_session(act, &["a message when none was due"]);
 }
 

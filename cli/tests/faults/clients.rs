@@ -133,7 +133,7 @@ fn a_client_that_announces_checksums_twice() {
 fn a_client_that_announces_checksums_of_a_stream_that_does_not_exist() {
     let act = |bad: &mut HostileClient| {
         bad.begin_upload();
-        bad.say(&ClientMessage::Sums { stream: 7, sums: vec![[0; 8]] });
+        bad.say(&ClientMessage::Sums { first: 1 << 20, sums: vec![[0; 8]] });
     };
     hostile(act, &["stream 7, which the session does not have"]);
 }
@@ -143,7 +143,7 @@ fn a_client_that_announces_checksums_before_there_is_a_plan() {
     let session = Session::start();
     let mut third = HostileClient::join(&session.address, "bad", &model());
     third.await_plan();
-    third.say(&ClientMessage::Sums { stream: u32::MAX, sums: vec![[0; 8]; 100] });
+    third.say(&ClientMessage::Sums { first: u32::MAX, sums: vec![[0; 8]; 100] });
     session.fails_because_of_bad(&["stream 4294967295"]);
 }
 
@@ -189,6 +189,7 @@ fn a_client_that_joins_twice() {
             examples: 1.0,
             header: model().header().to_vec(),
             place: Secret::OPEN.place(),
+            resumes: None,
         });
     };
     hostile(act, &["a message when none was due"]);

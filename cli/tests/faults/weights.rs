@@ -48,7 +48,8 @@ fn a_weight_that_is_too_small_to_count() {
 }
 
 fn join(examples: f64, header: Vec<u8>) -> ClientMessage {
-    ClientMessage::Join { name: "bad".into(), examples, header, place: Secret::OPEN.place() }
+    let (name, place) = ("bad".into(), Secret::OPEN.place());
+    ClientMessage::Join { name, examples, header, place, resumes: None }
 }
 
 fn joined(session: &Session, join: &ClientMessage) -> HostileClient {

@@ -37,6 +37,7 @@ impl Client {
         }
         let kind = SendKind::choose(self.config.send_path, source)?;
         let meter = Meter::start("upload", round);
+        self.uploaded = round;
         self.line.shared.sent.store(0, Ordering::Relaxed);
         let known = source.checksums(self.lanes.chunks.chunk_bytes());
         let shared = self.line.shared.clone();

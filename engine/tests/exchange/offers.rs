@@ -83,6 +83,7 @@ fn a_model_that_is_withdrawn_while_it_is_fetched_still_comes() {
     exchange.release(secret(1));
     let error = fetch(&line(&exchange, "late"), secret(1), &Arc::default()).err().unwrap();
     assert!(matches!(error, ClientError::NotWanted { .. }), "{error}");
+    peer.want(&manifest);
     assert!(peer.receive(&manifest) == content);
     peer.say(&ClientMessage::Received { round: 0, digest });
     while let AggregatorMessage::Sums { .. } = peer.next().unwrap() {}

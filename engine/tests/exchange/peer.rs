@@ -14,7 +14,7 @@ use fedlane::manifest::{ChunkTable, Manifest};
 use fedlane::wire::checksum::chunk_sum;
 use fedlane::wire::frame;
 use fedlane::wire::hello::{Answer, Channel, DataHello, Place, Preamble, Secret, bind_ticket};
-use fedlane::wire::message::{AggregatorMessage, ClientMessage, Plan};
+use fedlane::wire::message::{AggregatorMessage, ChunkRange, ClientMessage, Plan};
 
 use crate::common::PATIENCE;
 
@@ -34,7 +34,8 @@ pub struct Peer {
 
 /// What a client of this name says to join there.
 pub fn join(name: &str, header: &[u8], place: Place) -> ClientMessage {
-    ClientMessage::Join { name: name.into(), examples: 0.0, header: header.to_vec(), place }
+    let (name, header) = (name.into(), header.to_vec());
+    ClientMessage::Join { name, examples: 0.0, header, place, resumes: None }
 }
 
 impl Peer {
@@ -66,7 +67,8 @@ impl Peer {
     pub fn next(&mut self) -> Result<AggregatorMessage, ControlError> {
         loop {
             match self.reader.read(MAX_FRAME_BYTES)? {
-                AggregatorMessage::Alive => {}
+                // It sends what is wanted anyway.
+                AggregatorMessage::Alive | AggregatorMessage::Want { .. } => {}
                 message => return Ok(message),
             }
         }
@@ -117,13 +119,14 @@ impl Peer {
         assert_eq!(self.next().unwrap(), AggregatorMessage::Upload { round: 1 });
         self.say(&ClientMessage::Uploading { round: 1 });
         let (chunks, lanes) = self.chunks(update.manifest());
-        for (stream, lane) in lanes.into_iter().enumerate() {
+        for lane in lanes {
+            let first = lane.start as u32;
             let sums = lane.map(|index| {
                 let range = chunks.get(index).bytes;
                 let bytes = &update.region().bytes()[range.start as usize..range.end as usize];
                 chunk_sum(bytes).to_le_bytes()
             });
-            self.say(&ClientMessage::Sums { stream: stream as u32, sums: sums.collect() });
+            self.say(&ClientMessage::Sums { first, sums: sums.collect() });
         }
     }
 
@@ -137,6 +140,14 @@ impl Peer {
             changed(&mut bytes);
             // An exchange that has seen enough closes.
             let _ = stream.write_all(&bytes);
+        }
+    }
+
+    /// Asks for a model of that layout.
+    pub fn want(&self, manifest: &Manifest) {
+        for (stream, lane) in self.chunks(manifest).1.iter().enumerate() {
+            let chunks = vec![ChunkRange::from(lane)];
+            self.say(&ClientMessage::Want { stream: stream as u32, chunks });
         }
     }
 

@@ -229,7 +229,7 @@ fn a_client_that_waits_may_only_say_that_it_lives() {
     for message in [
         ClientMessage::Uploading { round: 1 },
         ClientMessage::Failed { reason: "no more".into() },
-        ClientMessage::Sums { stream: 0, sums: vec![[0; 8]; 2000] },
+        ClientMessage::Sums { first: 0, sums: vec![[0; 8]; 2000] },
     ] {
         exchange.expect(secret(1));
         let mut peer = Peer::join(&exchange, "p", &floats(), secret(1));

@@ -4,7 +4,7 @@ use fedlane::manifest::Manifest;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame;
 use fedlane::wire::hello::{Answer, Channel, DataHello, Preamble, Secret};
-use fedlane::wire::message::{AggregatorMessage, ClientMessage, Plan, WireSum};
+use fedlane::wire::message::{AggregatorMessage, ChunkRange, ClientMessage, Plan, WireSum};
 use serde::Serialize;
 use zerocopy::IntoBytes;
 
@@ -106,6 +106,7 @@ fn client_messages() -> Vec<Example> {
         examples: 600.0,
         header: HEADER.to_vec(),
         place: Secret::OPEN.place(),
+        resumes: None,
     };
     let call = ClientMessage::Call { name: "site-a".into(), place: Secret::new(SECRET).place() };
     vec![
@@ -120,6 +121,7 @@ fn client_messages() -> Vec<Example> {
                 (1, "header: 54 bytes"),
                 (54, "the JSON, as it stands in the file"),
                 (16, "place: the only session"),
+                (1, "resumes nothing"),
             ],
         ),
         example(
@@ -129,12 +131,12 @@ fn client_messages() -> Vec<Example> {
         ),
         example(
             "2-sums",
-            ClientMessage::Sums { stream: 0, sums: vec![sum()] },
+            ClientMessage::Sums { first: 0, sums: vec![sum()] },
             &[
                 (1, "message 2: sums"),
-                (1, "stream 0"),
+                (1, "from chunk 0 on"),
                 (1, "1 sum"),
-                (8, "sum of the stream's next chunk"),
+                (8, "sum of the chunk"),
             ],
         ),
         example(
@@ -152,6 +154,17 @@ fn client_messages() -> Vec<Example> {
             "6-call",
             call,
             &[(1, "message 6: call"), (1, "name: 6 bytes"), (6, "\"site-a\""), (16, "place")],
+        ),
+        example(
+            "7-want",
+            ClientMessage::Want { stream: 1, chunks: chunks() },
+            &[
+                (1, "message 7: want"),
+                (1, "stream 1"),
+                (1, "2 ranges"),
+                (3, "chunks 5 to 299"),
+                (2, "chunk 1"),
+            ],
         ),
     ]
 }
@@ -174,12 +187,12 @@ fn aggregator_messages() -> Vec<Example> {
         ),
         example(
             "2-sums",
-            AggregatorMessage::Sums { stream: 0, sums: vec![sum()] },
+            AggregatorMessage::Sums { first: 0, sums: vec![sum()] },
             &[
                 (1, "message 2: sums"),
-                (1, "stream 0"),
+                (1, "from chunk 0 on"),
                 (1, "1 sum"),
-                (8, "sum of the stream's next chunk"),
+                (8, "sum of the chunk"),
             ],
         ),
         example(
@@ -189,8 +202,8 @@ fn aggregator_messages() -> Vec<Example> {
         ),
         example(
             "4-applied",
-            AggregatorMessage::Applied { round: 300 },
-            &[(1, "message 4: applied"), (2, "round 300")],
+            AggregatorMessage::Applied { round: 300, counted: true },
+            &[(1, "message 4: applied"), (2, "round 300"), (1, "its update counts")],
         ),
         example("5-done", AggregatorMessage::Done, &[(1, "message 5: done")]),
         example("6-alive", AggregatorMessage::Alive, &[(1, "message 6: alive")]),
@@ -198,6 +211,22 @@ fn aggregator_messages() -> Vec<Example> {
             "7-failed",
             AggregatorMessage::Failed { reason: "out of memory".into() },
             &[(1, "message 7: failed"), (1, "reason: 13 bytes"), (13, "\"out of memory\"")],
+        ),
+        example(
+            "8-want",
+            AggregatorMessage::Want { stream: 1, chunks: chunks() },
+            &[
+                (1, "message 8: want"),
+                (1, "stream 1"),
+                (1, "2 ranges"),
+                (3, "chunks 5 to 299"),
+                (2, "chunk 1"),
+            ],
+        ),
+        example(
+            "9-prove",
+            AggregatorMessage::Prove { stream: 0, chunks: vec![ChunkRange { first: 0, end: 5 }] },
+            &[(1, "message 9: prove"), (1, "stream 0"), (1, "1 range"), (2, "chunks 0 to 4")],
         ),
     ]
 }
@@ -229,6 +258,10 @@ fn plan() -> Plan {
 
 /// The model's only chunk: the numbers 1.0 and 2.0.
 const CHUNK: [u8; 8] = [0, 0, 0x80, 0x3f, 0, 0, 0, 0x40];
+
+fn chunks() -> Vec<ChunkRange> {
+    vec![ChunkRange { first: 5, end: 300 }, ChunkRange { first: 1, end: 2 }]
+}
 
 fn sum() -> WireSum {
     chunk_sum(&CHUNK).to_le_bytes()

@@ -143,9 +143,10 @@ impl FakeAggregator {
     /// Announces an initial model with this digest, and these checksums of its chunks.
     pub fn announce(&self, digest: [u8; 32], sums: &[u64]) {
         self.say(&AggregatorMessage::Download { round: 0, digest });
-        for (stream, lane) in self.lanes().into_iter().enumerate() {
+        for lane in self.lanes() {
+            let first = lane.start as u32;
             let sums = sums[lane].iter().map(|sum| sum.to_le_bytes()).collect();
-            self.say(&AggregatorMessage::Sums { stream: stream as u32, sums });
+            self.say(&AggregatorMessage::Sums { first, sums });
         }
     }
 

@@ -16,7 +16,7 @@ use fedlane::source::generator::Generator;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame;
 use fedlane::wire::hello::{Channel, DataHello, Preamble, Secret, bind_ticket};
-use fedlane::wire::message::{AggregatorMessage, ClientMessage, Plan};
+use fedlane::wire::message::{AggregatorMessage, ChunkRange, ClientMessage, Plan};
 
 /// How long a hostile peer waits for the real one before the test fails.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -47,6 +47,7 @@ impl HostileClient {
             examples: 1.0,
             header: manifest.header().to_vec(),
             place: Secret::OPEN.place(),
+            resumes: None,
         };
         HostileClient::join_with(TcpStream::connect(address).unwrap(), &join, manifest)
     }
@@ -134,11 +135,11 @@ impl HostileClient {
         assert_eq!(self.next().unwrap(), AggregatorMessage::Upload { round: 1 });
     }
 
-    /// The next message that is no sign of life.
+    /// The next message that is no sign of life, and does not ask for what it sends anyway.
     pub fn next(&mut self) -> Result<AggregatorMessage, ControlError> {
         loop {
             match self.reader.read(MAX_FRAME_BYTES)? {
-                AggregatorMessage::Alive => {}
+                AggregatorMessage::Alive | AggregatorMessage::Want { .. } => {}
                 message => return Ok(message),
             }
         }
@@ -185,7 +186,7 @@ impl HostileClient {
             chunk_sum(&bytes[(range.start - start) as usize..(range.end - start) as usize])
         });
         let sums = sums.map(u64::to_le_bytes).collect();
-        self.say(&ClientMessage::Sums { stream: stream as u32, sums });
+        self.say(&ClientMessage::Sums { first: lane.start as u32, sums });
     }
 
     /// Goes through everything, says that the upload begins, and announces all checksums.
@@ -211,7 +212,8 @@ impl HostileClient {
                 scope.spawn(move || socket.write_all(bytes).unwrap());
             }
         });
-        assert_eq!(self.next().unwrap(), AggregatorMessage::Applied { round: 1 });
+        let applied = AggregatorMessage::Applied { round: 1, counted: true };
+        assert_eq!(self.next().unwrap(), applied);
     }
 
     /// With its data channels open, it does the rest as an honest client does.
@@ -227,7 +229,8 @@ impl HostileClient {
 
     /// With all sent, it does the rest as an honest client does.
     pub fn confirm(&mut self) {
-        assert_eq!(self.next().unwrap(), AggregatorMessage::Applied { round: 1 });
+        let applied = AggregatorMessage::Applied { round: 1, counted: true };
+        assert_eq!(self.next().unwrap(), applied);
         let digest = self.download();
         self.say(&ClientMessage::Received { round: 1, digest });
         assert_eq!(self.next().unwrap(), AggregatorMessage::Done);
@@ -242,6 +245,8 @@ impl HostileClient {
         };
         let mut sums = Vec::new();
         for stream in 0..self.streams.len() {
+            let chunks = vec![ChunkRange::from(&self.lanes()[stream])];
+            self.say(&ClientMessage::Want { stream: stream as u32, chunks });
             assert!(matches!(self.next().unwrap(), AggregatorMessage::Sums { .. }));
             let mut bytes = self.bytes(stream);
             self.streams[stream].read_exact(&mut bytes).unwrap();
