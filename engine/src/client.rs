@@ -309,6 +309,7 @@ impl Client {
                 events,
                 sender,
                 early: VecDeque::new(),
+                wanted: VecDeque::new(),
                 put_off: VecDeque::new(),
                 broken: None,
                 linger: None,
@@ -376,6 +377,12 @@ impl Client {
                 // Said again after an interruption.
                 Notice::Message(AggregatorMessage::Applied { round, .. })
                     if round == self.uploaded => {}
+                // What is wanted of the update that was asked for last.
+                Notice::Message(
+                    wanted @ (AggregatorMessage::Want { .. } | AggregatorMessage::Prove { .. }),
+                ) if self.line.wanted.len() < limits::EARLY_MESSAGES => {
+                    self.line.wanted.push_back(wanted);
+                }
                 Notice::Message(_) => return Err(self.unexpected("a message")),
                 // Of lanes that nobody runs any more.
                 _ => {}
@@ -433,6 +440,8 @@ struct Line {
     sender: Sender<Event>,
     /// Messages that came while nobody waited for them.
     early: VecDeque<AggregatorMessage>,
+    /// Those of them that an upload is waiting for.
+    wanted: VecDeque<AggregatorMessage>,
     /// Events that came when nobody could react to them.
     put_off: VecDeque<Event>,
     /// The first sign that the connection is broken.
@@ -495,6 +504,7 @@ impl Line {
             Event::Down => {
                 self.hang_up();
                 self.early.clear();
+                self.wanted.clear();
                 Notice::Down
             }
             Event::Up(link) => {

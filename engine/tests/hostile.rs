@@ -28,8 +28,13 @@ fn model() -> Manifest {
 
 /// Starts an aggregator for two clients; it gives what its session came to.
 fn aggregator() -> (SocketAddr, JoinHandle<Result<(), String>>) {
-    let config =
-        AggregatorConfig { clients: 2, streams: 2, deadline: DEADLINE, ..Default::default() };
+    let config = AggregatorConfig {
+        clients: 2,
+        streams: 2,
+        deadline: DEADLINE,
+        reconnect: Duration::ZERO,
+        ..Default::default()
+    };
     let aggregator = Aggregator::bind("127.0.0.1:0", config).unwrap();
     let address = aggregator.address();
     let run = move || {
@@ -51,7 +56,7 @@ fn config(name: &str) -> ClientConfig {
         receive_path: ReceiveKind::default(),
         congestion: Congestion::Auto,
         deadline: DEADLINE,
-        reconnect: DEADLINE,
+        reconnect: Duration::ZERO,
     }
 }
 
@@ -83,7 +88,8 @@ fn joined(address: SocketAddr) -> TcpStream {
     assert_eq!(answer.channel().unwrap(), Channel::Control);
     let header = model().header().to_vec();
     let place = Secret::OPEN.place();
-    let join = ClientMessage::Join { name: "bad".into(), examples: 1.0, header, place, resumes: None };
+    let join =
+        ClientMessage::Join { name: "bad".into(), examples: 1.0, header, place, resumes: None };
     Writer::new(&socket, DEADLINE).unwrap().send(&join).unwrap();
     socket
 }

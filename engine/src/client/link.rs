@@ -1,7 +1,7 @@
 //! A client's connection to its aggregator: how it is made, and made again when it breaks.
 
 use std::net::SocketAddr;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -160,7 +160,9 @@ impl Keeper {
         loop {
             let error =
                 ClientError::Control { address: at.to_string(), error: self.read(&mut reader) };
-            if !is_interruption(&error) || self.dialler.config.reconnect.is_zero() {
+            let is_over = self.stopped.try_recv() == Err(TryRecvError::Disconnected);
+            let resumes = is_interruption(&error) && !self.dialler.config.reconnect.is_zero();
+            if is_over || !resumes {
                 return drop(self.events.send(Event::Lost(error)));
             }
             if self.events.send(Event::Down).is_err() {

@@ -251,6 +251,9 @@ impl Uploading<'_> {
 
     fn until_applied(&mut self) -> Result<bool, ClientError> {
         self.attach();
+        while let Some(wanted) = self.line.wanted.pop_front() {
+            self.hear(wanted)?;
+        }
         loop {
             match self.line.next()? {
                 Notice::Message(AggregatorMessage::Applied { round, counted })

@@ -572,7 +572,7 @@ impl Lane<'_, '_> {
 
     /// Finds streams that should be moving and are not.
     fn check_progress(&mut self) {
-        let turn = self.turn().map(|(_, index)| index);
+        let (turn, start) = (self.turn().map(|(_, index)| index), self.range.start);
         for index in 0..self.streams.len() {
             let stream = &mut self.streams[index];
             let Some(line) = &mut stream.line else { continue };
@@ -584,9 +584,14 @@ impl Lane<'_, '_> {
                 line.progress.made();
             }
             if line.progress.is_overdue() {
-                let error = match line.state {
-                    State::Sum => TransferError::NoChecksum,
-                    _ => line.progress.stalled(),
+                let refuted = stream.refuted.keys().find(|&&chunk| !stream.done[chunk - start]);
+                let error = match (refuted, line.state) {
+                    // It was asked for again, and did not come.
+                    (Some(&chunk), _) => {
+                        TransferError::Checksum { bytes: self.chunks.get(chunk).bytes }
+                    }
+                    (None, State::Sum) => TransferError::NoChecksum,
+                    (None, _) => line.progress.stalled(),
                 };
                 self.break_off(index, error);
             } else if line.progress.last.elapsed() > TICK && line.low_water > 1 {

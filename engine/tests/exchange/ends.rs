@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use fedlane::error::ExchangeError;
 use fedlane::exchange::{Deposit, Exchange, ExchangeConfig, LineConfig, fetch};
+use fedlane::wire::message::AggregatorMessage;
 
 use crate::common::{
     PATIENCE, SHORT, exchange, floats, leave, line, line_to, parcel, patient, secret, until,
@@ -31,6 +32,8 @@ fn the_port_of_an_exchange_that_ended_is_free_although_it_still_sends() {
     exchange.offer(secret(1), parcel(&floats(), 1, exchange.pool()));
     let mut peer = Peer::come(&exchange, &join("slow", &[], secret(1).place()));
     peer.agree(secret(1));
+    assert!(matches!(peer.next().unwrap(), AggregatorMessage::Download { .. }));
+    peer.want(&floats());
     drop(exchange);
     let again = Exchange::listen(address, ExchangeConfig::default()).unwrap();
     drop(again);
