@@ -10,7 +10,9 @@ use std::time::Instant;
 use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::door::Tickets;
-use super::members::{Connection, Link, Members, Notice, Peer, Terms, connect, unexpected};
+use super::members::{
+    Connection, Link, Members, Notice, Peer, Terms, connect, is_interruption, unexpected,
+};
 use super::round::Upload;
 use super::{
     Admission, Aggregator, AggregatorConfig, Averaging, Event, Joined, Lanes, PeerShared, Session,
@@ -51,6 +53,8 @@ impl Aggregator {
             next_connection: 1,
             listeners: listeners.clone(),
             began: None,
+            departed: Vec::new(),
+            knocking: Vec::new(),
             warmed: None,
         };
         if let Some(manifest) = manifest {
@@ -84,8 +88,19 @@ struct Gathering {
     listeners: Listeners,
     /// Since when somebody waits for the others.
     began: Option<Instant>,
+    /// Who has left and may come back, until then.
+    departed: Vec<Departed>,
+    /// Who has the name of somebody whose connection may have broken without a sign, and until when
+    /// that is waited for.
+    knocking: Vec<(Instant, Joined)>,
     /// How the memory of the rounds was prepared, once it is.
     warmed: Option<Phase>,
+}
+
+struct Departed {
+    name: String,
+    until: Instant,
+    error: AggregatorError,
 }
 
 /// Somebody who has joined, while others are awaited.
@@ -125,10 +140,11 @@ impl Gathering {
     fn collect(&mut self) -> Result<(), AggregatorError> {
         while self.candidates.len() < self.aggregator.config.clients && !self.may_begin() {
             match self.next_event()? {
-                Some(Event::Joined(joined)) => self.join(*joined)?,
+                Some(Event::Joined(joined)) => self.receive(*joined)?,
                 Some(event) => self.hear(event)?,
                 None => {}
             }
+            self.look_at_clock()?;
         }
         self.candidates.sort_by(|a, b| (a.rank, &a.name).cmp(&(b.rank, &b.name)));
         Ok(())
@@ -171,8 +187,7 @@ impl Gathering {
         Ok(())
     }
 
-    /// Nothing a client can say before the first round is good news. Without it the others wait for
-    /// another one.
+    /// Nothing a client can say before the first round is good news.
     fn hear(&mut self, event: Event) -> Result<(), AggregatorError> {
         let (connection, fault) = match event {
             Event::Warm { result } => {
@@ -189,28 +204,61 @@ impl Gathering {
         let place = self.candidates.iter().position(|c| c.connection.id == connection);
         let Some(place) = place else { return Ok(()) };
         let candidate = self.candidates.remove(place);
-        if self.aggregator.ready {
-            // Nobody else can come in its place.
-            return Err(candidate.fault(fault));
-        }
-        tracing::warn!("{}: {fault}; another one is awaited in its place", candidate.label());
         let reason = printable(&format!("{}: {fault}", candidate.label()));
         let _ = candidate.connection.writer.send_if_idle(&AggregatorMessage::Failed { reason });
+        let reconnect = self.aggregator.config.reconnect;
+        if !is_interruption(&fault) || reconnect.is_zero() {
+            return self.suffer(candidate.fault(fault));
+        }
+        tracing::warn!("{}: {fault}; it is expected back", candidate.label());
+        let error = candidate.fault(fault);
+        let until = Instant::now() + reconnect;
+        self.departed.push(Departed { name: candidate.name, until, error });
         Ok(())
     }
 
-    /// Lets a client join, or tells it why it cannot. The others need not suffer.
+    /// Somebody cannot take part. That ends the session for all, unless it may begin without some.
+    fn suffer(&self, error: AggregatorError) -> Result<(), AggregatorError> {
+        let config = &self.aggregator.config;
+        if config.min_clients.is_none_or(|least| least >= config.clients) {
+            return Err(error);
+        }
+        tracing::warn!("{error}; another one is awaited in its place");
+        Ok(())
+    }
+
+    fn look_at_clock(&mut self) -> Result<(), AggregatorError> {
+        let now = Instant::now();
+        let waited: Vec<_> = self.knocking.extract_if(.., |(until, _)| *until <= now).collect();
+        waited.into_iter().try_for_each(|(_, joined)| self.join(joined))?;
+        let gone: Vec<_> = self.departed.extract_if(.., |gone| gone.until <= now).collect();
+        gone.into_iter().try_for_each(|gone| self.suffer(gone.error))
+    }
+
+    fn is_taken(&self, joined: &Joined) -> bool {
+        let same = |c: &Candidate| (c.rank, &c.name) == (joined.rank, &joined.name);
+        self.candidates.iter().any(same)
+    }
+
+    /// Somebody comes. Who has the name of another one may be that one, come back before it is known
+    /// that its connection is broken.
+    fn receive(&mut self, joined: Joined) -> Result<(), AggregatorError> {
+        let patience = limits::LAST_WORDS;
+        match self.is_taken(&joined) && !self.aggregator.config.reconnect.is_zero() {
+            true => self.knocking.push((Instant::now() + patience, joined)),
+            false => self.join(joined)?,
+        }
+        Ok(())
+    }
+
+    /// Lets a client join, or tells it why it cannot.
     fn join(&mut self, joined: Joined) -> Result<(), AggregatorError> {
         let label = joined.label();
         let manifest = match self.check(&joined) {
             Ok(manifest) => manifest,
-            Err(fault) if self.aggregator.ready => {
-                return Err(AggregatorError::Client { client: label, error: fault });
-            }
-            Err(fault) => {
-                tracing::warn!("{label} was not let in: {fault}");
-                refuse(&joined.channel, &format!("{label}: {fault}"));
-                return Ok(());
+            Err(error) => {
+                refuse(&joined.channel, &format!("{label}: {error}"));
+                return self.suffer(AggregatorError::Client { client: label, error });
             }
         };
         let id = self.next_connection;
@@ -225,6 +273,7 @@ impl Gathering {
         let writer = connection.writer.clone();
         self.listeners.lock().unwrap_or_else(PoisonError::into_inner).push(writer);
         self.began.get_or_insert_with(Instant::now);
+        self.departed.retain(|gone| gone.name != name);
         self.candidates.push(Candidate {
             rank,
             name,
@@ -242,9 +291,7 @@ impl Gathering {
     }
 
     fn check(&mut self, joined: &Joined) -> Result<Manifest, Fault> {
-        let same = |c: &Candidate| (c.rank, &c.name) == (joined.rank, &joined.name);
-        let taken = self.candidates.iter().any(same);
-        check_name(&joined.name, taken)?;
+        check_name(&joined.name, self.is_taken(joined))?;
         check_examples(joined.examples)?;
         check_model(self.model.as_ref().map(|(manifest, _)| manifest), &joined.header)
     }

@@ -524,7 +524,7 @@ pub(super) fn connect(
 }
 
 /// Whether the client may come back after that. Who lies may not.
-fn is_interruption(fault: &Fault) -> bool {
+pub(super) fn is_interruption(fault: &Fault) -> bool {
     matches!(
         fault,
         Fault::TooLate { .. }
