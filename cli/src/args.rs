@@ -116,15 +116,15 @@ pub struct Paths {
     pub deadline_ms: u64,
 
     /// Milliseconds for which a connection that broke is dialled again, or awaited; 0 for never
-    /// [default: the deadline]
+    /// [default: the deadline of the session]
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u64).range(0..=limits::MAX_DEADLINE_MS))]
     pub reconnect_ms: Option<u64>,
 }
 
 impl Paths {
     /// How long a broken connection may take to come back.
-    pub fn reconnect(&self) -> Duration {
-        Duration::from_millis(self.reconnect_ms.unwrap_or(self.deadline_ms))
+    pub fn reconnect(&self) -> Option<Duration> {
+        self.reconnect_ms.map(Duration::from_millis)
     }
 
     /// The deadline.
@@ -210,7 +210,7 @@ impl Averager {
             clients,
             min_clients: self.min_clients.map(|least| least as usize),
             round_deadline: self.round_deadline,
-            reconnect: paths.reconnect(),
+            reconnect: paths.reconnect().unwrap_or(paths.deadline()),
             rounds,
             streams: self.streams.unwrap_or_else(default_streams),
             chunk_bytes: self.chunk_bytes,

@@ -47,8 +47,9 @@ pub struct ClientConfig {
     pub congestion: Congestion,
     /// How long dialling may take, and how long the aggregator may be silent before its plan says.
     pub deadline: Duration,
-    /// For how long a connection that broke is dialled again; zero for never.
-    pub reconnect: Duration,
+    /// For how long a connection that broke is dialled again; zero for never. If it is not said, the
+    /// session's deadline.
+    pub reconnect: Option<Duration>,
 }
 
 /// What the aggregator wants next.
@@ -270,8 +271,9 @@ impl Client {
         let connected = dialler.connect(1, None).or_else(|error| {
             // One that has answered may have been interrupted; another one was never there.
             let answered = dialler.canceller.has_answered();
-            match is_interruption(&error) && answered && !config.reconnect.is_zero() {
-                true => dialler.connect_again(1, None, error, &stopped),
+            let window = config.reconnect.unwrap_or(config.deadline);
+            match is_interruption(&error) && answered && !window.is_zero() {
+                true => dialler.connect_again(1, None, (error, window), &stopped),
                 false => Err(error),
             }
         });
@@ -293,11 +295,11 @@ impl Client {
             began: AtomicBool::new(true),
         });
         let (sender, events) = mpsc::channel();
-        let ticket = link.plan.ticket;
+        let plan = link.plan.clone();
         let keeper = Keeper { dialler, shared: shared.clone(), events: sender.clone(), stopped };
         let thread = std::thread::Builder::new()
             .name("control".into())
-            .spawn(move || keeper.run(1, ticket, reader, at))?;
+            .spawn(move || keeper.run(&plan, reader, at))?;
         Ok(Client {
             config,
             lanes,

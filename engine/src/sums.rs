@@ -15,10 +15,8 @@ const UNKNOWN: u8 = 0;
 const ANNOUNCED: u8 = 1;
 /// Bytes came that have it.
 const VERIFIED: u8 = 2;
-/// Bytes came that have another one; the peer may correct it.
-const REFUTED: u8 = 3;
 /// Bytes came that have it, over an earlier connection: the peer has to say it again.
-const DOUBTED: u8 = 4;
+const DOUBTED: u8 = 3;
 
 /// The checksums of one peer.
 pub struct SumTable {
@@ -73,8 +71,8 @@ impl SumTable {
     /// Takes what a peer announced of the chunks from `first` on. One thread calls this.
     ///
     /// # Errors
-    /// Chunks that do not exist; another checksum than was announced before, unless bytes had come
-    /// that did not match.
+    /// Chunks that do not exist; another checksum than was announced before: control channels are
+    /// sealed, so the peer's update has changed.
     pub fn announce(&self, first: u32, sums: &[WireSum]) -> Result<(), ProtocolError> {
         let first = first as usize;
         let end = first.checked_add(sums.len()).filter(|&end| end <= self.sums.len());
@@ -93,7 +91,7 @@ impl SumTable {
 
     fn announce_one(&self, chunk: usize, sum: u64) -> Result<(), ProtocolError> {
         let state = self.states[chunk].load(Ordering::SeqCst);
-        if matches!(state, UNKNOWN | REFUTED) {
+        if state == UNKNOWN {
             self.sums[chunk].store(sum, Ordering::Relaxed);
             self.states[chunk].store(ANNOUNCED, Ordering::SeqCst);
             return Ok(());
@@ -150,14 +148,6 @@ impl LaneSums<'_> {
     /// Bytes came that match.
     pub fn verify(&self, chunk: usize) {
         self.table.states[chunk].store(VERIFIED, Ordering::SeqCst);
-    }
-
-    /// Bytes came that do not match. If others had matched before, the peer may not correct the
-    /// checksum: its update would have changed.
-    pub fn refute(&self, chunk: usize) {
-        let state = &self.table.states[chunk];
-        // Stays as it is otherwise.
-        let _ = state.compare_exchange(ANNOUNCED, REFUTED, Ordering::SeqCst, Ordering::SeqCst);
     }
 
     /// A chunk that was verified before is to be announced again.

@@ -36,7 +36,7 @@ fn join(address: SocketAddr, canceller: &Canceller) -> Result<Client, ClientErro
         receive_path: ReceiveKind::default(),
         congestion: Congestion::Auto,
         deadline: DEADLINE,
-        reconnect: DEADLINE,
+        reconnect: None,
     };
     Client::join_cancellable(address, config, &model(), canceller)
 }

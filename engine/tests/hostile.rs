@@ -56,7 +56,7 @@ fn config(name: &str) -> ClientConfig {
         receive_path: ReceiveKind::default(),
         congestion: Congestion::Auto,
         deadline: DEADLINE,
-        reconnect: Duration::ZERO,
+        reconnect: Some(Duration::ZERO),
     }
 }
 

@@ -178,7 +178,7 @@ impl Client {
             receive_path: ReceiveKind::default(),
             congestion: Congestion::Auto,
             deadline: Duration::from_millis(blocking::check_deadline(deadline_ms)?),
-            reconnect: Duration::from_millis(deadline_ms),
+            reconnect: None,
         };
         let manifest = model.get().manifest().clone();
         let canceller = Canceller::default();

@@ -224,7 +224,7 @@ fn an_aggregator_that_announces_too_many_checksums() {
         fake.announce(fake.digest(), &fake.sums());
         fake.say(&AggregatorMessage::Sums { first: 1 << 20, sums: vec![[0; 8]] });
     };
-    fake_session(act, &["more checksums than the stream has chunks"]);
+    fake_session(act, &["checksums of chunks that the model does not have"]);
 }
 
 #[test]

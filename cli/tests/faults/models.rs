@@ -1,10 +1,9 @@
 //! Models that differ, are damaged, or change while they are sent.
 
-use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
-use super::hostile::{HostileClient, Process};
+use super::hostile::Process;
 use super::session::{SOON, model_file, tensor, two};
 use fedlane::manifest::{Dtype, synthetic};
 use fedlane::sink::file::ModelFile;
@@ -178,19 +177,16 @@ fn spoilt_on_the_way(spoil: impl FnOnce(&Path), words: &[&str]) {
         Process::serve(&[&serve[..], &["--output", output.to_str().unwrap()]].concat());
     let bad = Process::join(&address, "bad", &["--model", path.to_str().unwrap()]);
     // Its name is before "bad", and so its chunks come first.
-    let mut waits = HostileClient::join(&address, "a", &large);
-    waits.await_upload();
-    std::thread::sleep(Duration::from_millis(300));
+    let slow_path = directory.path().join("slow");
+    std::fs::copy(&path, &slow_path).unwrap();
+    let train = ["--model", slow_path.to_str().unwrap(), "--train", "sleep 1"];
+    let slow = Process::join(&address, "a", &train);
+    serve.await_word("\"a\"");
+    std::thread::sleep(Duration::from_millis(500));
     spoil(&path);
-    waits.announce_upload();
-    for stream in 0..2 {
-        let bytes = waits.bytes(stream);
-        let mut socket = waits.streams[stream].try_clone().unwrap();
-        // The connection ends in the middle.
-        std::thread::spawn(move || drop(socket.write_all(&bytes)));
-    }
     serve.fails(SOON, &["client \"bad\" (127.0.0.1:"]);
     bad.fails(SOON, words);
+    slow.fails(SOON, &["client \"bad\" (127.0.0.1:"]);
     assert!(!output.exists());
 }
 
@@ -211,5 +207,5 @@ fn a_file_that_is_written_while_it_is_sent() {
         let file = std::fs::OpenOptions::new().write(true).open(path).unwrap();
         std::os::unix::fs::FileExt::write_all_at(&file, &vec![9; 60 << 20], 4 << 20 >> 4).unwrap();
     };
-    spoilt_on_the_way(write, &["aggregator 127.0.0.1:", "do not match their checksum"]);
+    spoilt_on_the_way(write, &["aggregator 127.0.0.1:", "changed while it was being sent"]);
 }

@@ -163,7 +163,10 @@ pub(super) struct Members {
 impl Members {
     /// Sends a message to all clients that are connected.
     pub fn tell_all(&self, message: &AggregatorMessage) {
-        (0..self.peers.len()).for_each(|peer| self.tell(peer, message));
+        for connection in self.peers.iter().filter_map(Peer::connection) {
+            // A client that is gone need not hear it.
+            let _ = connection.writer.send(message);
+        }
     }
 
     /// Keeps an event for [`Members::next`].
@@ -310,7 +313,8 @@ impl Members {
                 match &mut self.peers[peer].link {
                     // The first sign said less.
                     Link::Down { fault: known, linger, until, .. } => {
-                        if is_first_sign(known) && !is_first_sign(&fault) {
+                        // After we have hung up it says nothing.
+                        if *linger < *until && is_first_sign(known) && !is_first_sign(&fault) {
                             *known = fault;
                         }
                         *linger = *until;
@@ -336,8 +340,11 @@ impl Members {
                 self.peers[peer].link = Link::Gone { why: fault.to_string() };
                 Some(Notice::Gone(peer, fault))
             }
-            message if self.peers[peer].up().is_some() => Some(Notice::Message(peer, message)),
-            _ => None,
+            message => match &self.peers[peer].link {
+                Link::Up(_) => Some(Notice::Message(peer, message)),
+                Link::Opening { .. } => Some(self.break_off(peer, unexpected("a message"))),
+                _ => None,
+            },
         }
     }
 

@@ -6,6 +6,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::{Canceller, ClientConfig, ClientShared, Event};
+use rustix::io::Errno;
+
 use crate::channel::DataChannel;
 use crate::control::{self, ControlChannel, Heartbeat, Reader, Writer, printable};
 use crate::error::{ClientError, ControlError, ProtocolError, TransferError};
@@ -82,7 +84,8 @@ impl Dialler {
         check_plan(&plan, address)?;
         let key = bind_ticket(&plan.ticket, &config.secret, &join_frame);
         let deadline = Duration::from_millis(plan.deadline_ms);
-        let silence = control::silence_limit(deadline, config.reconnect);
+        let reconnect = config.reconnect.unwrap_or(deadline);
+        let silence = control::silence_limit(deadline, reconnect);
         let heartbeat = beat(silence)?;
         drop(early);
         reader.set_deadline(silence)?;
@@ -96,15 +99,15 @@ impl Dialler {
     }
 
     /// Connects again, with pauses that grow, until an aggregator that lives answers, or the time
-    /// is over; then the error is `first`.
+    /// `window` is over; then the error is `first`.
     pub fn connect_again(
         &self,
         id: ConnectionId,
         resumes: Option<Ticket>,
-        first: ClientError,
+        (first, window): (ClientError, Duration),
         stopped: &Receiver<()>,
     ) -> Result<(Link, Reader), ClientError> {
-        let until = Instant::now() + self.config.reconnect;
+        let until = Instant::now() + window;
         let mut pause = limits::FIRST_PAUSE;
         while !self.canceller.is_cancelled() && Instant::now() < until {
             tracing::info!("{first}; dialling again");
@@ -133,7 +136,8 @@ fn jittered(pause: Duration) -> Duration {
 /// Whether a new connection may help.
 pub(super) fn is_interruption(error: &ClientError) -> bool {
     match error {
-        ClientError::Dial { .. } | ClientError::Refused { .. } => true,
+        ClientError::Dial { source, .. } => !is_our_lack(source),
+        ClientError::Refused { .. } => true,
         ClientError::Control { error, .. } => {
             matches!(error, ControlError::Closed | ControlError::Silent | ControlError::Io(_))
         }
@@ -143,6 +147,12 @@ pub(super) fn is_interruption(error: &ClientError) -> bool {
         ),
         _ => false,
     }
+}
+
+/// Whether this process lacks what a connection takes.
+fn is_our_lack(error: &std::io::Error) -> bool {
+    let lack = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::PERM, Errno::ACCESS];
+    lack.iter().any(|errno| error.raw_os_error() == Some(errno.raw_os_error()))
 }
 
 /// Reads the aggregator's control channel until it ends, and then connects again.
@@ -155,13 +165,15 @@ pub(super) struct Keeper {
 
 impl Keeper {
     /// Runs until the session is over or cannot be resumed.
-    pub fn run(self, mut id: ConnectionId, ticket: Ticket, mut reader: Reader, at: SocketAddr) {
-        let mut ticket = ticket;
+    pub fn run(self, first: &Plan, mut reader: Reader, at: SocketAddr) {
+        let (mut id, mut ticket) = (1, first.ticket);
+        let deadline = Duration::from_millis(first.deadline_ms);
+        let window = self.dialler.config.reconnect.unwrap_or(deadline);
         loop {
             let error =
                 ClientError::Control { address: at.to_string(), error: self.read(&mut reader) };
             let is_over = self.stopped.try_recv() == Err(TryRecvError::Disconnected);
-            let resumes = is_interruption(&error) && !self.dialler.config.reconnect.is_zero();
+            let resumes = is_interruption(&error) && !window.is_zero();
             if is_over || !resumes {
                 return drop(self.events.send(Event::Lost(error)));
             }
@@ -169,7 +181,7 @@ impl Keeper {
                 return;
             }
             id += 1;
-            match self.dialler.connect_again(id, Some(ticket), error, &self.stopped) {
+            match self.dialler.connect_again(id, Some(ticket), (error, window), &self.stopped) {
                 Ok((link, next)) => {
                     (ticket, reader) = (link.plan.ticket, next);
                     if self.events.send(Event::Up(Box::new(link))).is_err() {

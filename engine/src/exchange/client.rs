@@ -50,7 +50,7 @@ impl LineConfig {
             congestion: self.congestion.clone(),
             deadline: self.deadline,
             // Who waits with an update comes again by itself.
-            reconnect: Duration::ZERO,
+            reconnect: Some(Duration::ZERO),
         }
     }
 }

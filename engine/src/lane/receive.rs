@@ -755,7 +755,6 @@ impl Lane<'_, '_> {
     /// A chunk does not match its checksum: it is asked for again, a few times.
     fn refute(&mut self, peer: usize, chunk: &Chunk) -> Result<Step, TransferError> {
         let stream = &mut self.streams[peer];
-        stream.shared.sums.refute(chunk.index);
         self.buffers.0.extend(stream.scratch.take());
         let times = stream.refuted.entry(chunk.index).or_default();
         *times += 1;

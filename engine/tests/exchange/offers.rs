@@ -153,7 +153,7 @@ fn a_region_of_the_wrong_size_takes_no_model() {
         receive_path: ReceiveKind::default(),
         congestion: Congestion::Auto,
         deadline: PATIENCE,
-        reconnect: PATIENCE,
+        reconnect: None,
     };
     let mut client = Client::join_unknowing(exchange.address(), config).unwrap();
     let Task::Download { round, digest } = client.next_task().unwrap() else { panic!("no model") };

@@ -31,6 +31,7 @@ pub struct FakeAggregator {
     join: Vec<u8>,
     source: Generator,
     plan: Plan,
+    reader: Reader,
     _control: TcpStream,
     _pulse: Heartbeat,
 }
@@ -71,6 +72,7 @@ impl FakeAggregator {
             writer,
             source: Generator::new(super::model(), 3),
             plan: FakeAggregator::plan(),
+            reader,
             _control: control,
             _pulse: pulse,
         }
@@ -140,13 +142,19 @@ impl FakeAggregator {
         model_digest(&layout, self.plan.chunk_bytes, &self.sums())
     }
 
-    /// Announces an initial model with this digest, and these checksums of its chunks.
-    pub fn announce(&self, digest: [u8; 32], sums: &[u64]) {
+    /// Announces an initial model with this digest, and these checksums of its chunks, and waits until
+    /// it is wanted.
+    pub fn announce(&mut self, digest: [u8; 32], sums: &[u64]) {
         self.say(&AggregatorMessage::Download { round: 0, digest });
         for lane in self.lanes() {
             let first = lane.start as u32;
             let sums = sums[lane].iter().map(|sum| sum.to_le_bytes()).collect();
             self.say(&AggregatorMessage::Sums { first, sums });
+        }
+        let mut wanted = 0;
+        while wanted < self.plan.streams {
+            let message: ClientMessage = self.reader.read(MAX_FRAME_BYTES).unwrap();
+            wanted += u32::from(matches!(message, ClientMessage::Want { .. }));
         }
     }
 

@@ -237,16 +237,23 @@ impl HostileClient {
         self.control.shutdown(Shutdown::Both).unwrap();
     }
 
+    /// Asks for the whole model.
+    pub fn want(&self) {
+        for (stream, lane) in self.lanes().iter().enumerate() {
+            let chunks = vec![ChunkRange::from(lane)];
+            self.say(&ClientMessage::Want { stream: stream as u32, chunks });
+        }
+    }
+
     /// Takes the mean as an honest client does; gives its digest.
     pub fn download(&mut self) -> [u8; 32] {
         let message = self.next().unwrap();
         let AggregatorMessage::Download { round: 1, digest } = message else {
             panic!("{message:?} instead of the mean");
         };
+        self.want();
         let mut sums = Vec::new();
         for stream in 0..self.streams.len() {
-            let chunks = vec![ChunkRange::from(&self.lanes()[stream])];
-            self.say(&ClientMessage::Want { stream: stream as u32, chunks });
             assert!(matches!(self.next().unwrap(), AggregatorMessage::Sums { .. }));
             let mut bytes = self.bytes(stream);
             self.streams[stream].read_exact(&mut bytes).unwrap();
