@@ -9,13 +9,16 @@ use std::sync::{Mutex, PoisonError};
 use fedlane::source::Source;
 use fedlane::source::file::FileSource;
 use libfuzzer_sys::fuzz_target;
+use rustix::fs::{MemfdFlags, memfd_create};
 
 /// One file for all inputs: to make one takes longer than to read it.
 static FILE: Mutex<Option<File>> = Mutex::new(None);
 
 fuzz_target!(|bytes: &[u8]| {
     let mut file = FILE.lock().unwrap_or_else(PoisonError::into_inner);
-    let file = file.get_or_insert_with(|| tempfile::tempfile().expect("a temporary file"));
+    let file = file.get_or_insert_with(|| {
+        memfd_create("model", MemfdFlags::CLOEXEC).expect("a file in memory").into()
+    });
     file.set_len(0).expect("a file of ours");
     file.seek(SeekFrom::Start(0)).expect("a file of ours");
     file.write_all(bytes).expect("room for it");
