@@ -14,6 +14,7 @@ use fedlane::manifest::Dtype;
 use common::{line, manifest, parcel, patient, secret};
 
 const SESSIONS: usize = 2000;
+const AT_ONCE: usize = 8;
 
 /// Connections that have ended and hold their port for a minute, at this port and towards it.
 fn ended_connections(port: u16) -> (usize, usize) {
@@ -37,11 +38,16 @@ fn two_thousand_sessions_use_up_no_ports() {
     let model = parcel(&tiny, 1, exchange.pool());
     exchange.offer(secret(1), model.clone());
     let pool = Arc::default();
-    for number in 0..SESSIONS {
-        let fetched = fetch(&line(&exchange, "c"), secret(1), &pool);
-        let fetched = fetched.unwrap_or_else(|error| panic!("session {number}: {error}"));
-        assert!(fetched.region().bytes() == model.region().bytes());
-    }
+    let fetch_some = || {
+        for number in 0..SESSIONS / AT_ONCE {
+            let fetched = fetch(&line(&exchange, "c"), secret(1), &pool);
+            let fetched = fetched.unwrap_or_else(|error| panic!("session {number}: {error}"));
+            assert!(fetched.region().bytes() == model.region().bytes());
+        }
+    };
+    std::thread::scope(|scope| {
+        (0..AT_ONCE).for_each(|_| drop(scope.spawn(fetch_some)));
+    });
     let (here, there) = ended_connections(exchange.address().port());
     println!("{SESSIONS} sessions: {here} connections wait at the exchange, {there} at clients");
     // Mostly the client closes first, and then a port of its host waits. At the exchange, which may be a
