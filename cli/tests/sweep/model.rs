@@ -8,7 +8,7 @@ use tempfile::TempDir;
 /// The clients, in the order of their names.
 pub const NAMES: [&str; 3] = ["a", "b", "c"];
 
-/// Their weights. Every element is a multiple of their sum, so no mean has a fraction.
+/// Their weights. Every element is a multiple of 12, so the mean of any of them has no fraction.
 pub const EXAMPLES: [u64; 3] = [1, 1, 2];
 
 /// Bytes of a chunk; the models have five for each of two streams.
@@ -26,11 +26,16 @@ pub enum Layout {
     Mixed,
 }
 
-/// The files of all clients, and the mean.
+/// The files of all clients, and the mean of every set of them.
 pub struct Models {
     directory: TempDir,
-    pub mean: Vec<u8>,
+    means: Vec<(Members, Vec<u8>)>,
 }
+
+/// Which clients are in a mean: a bit for each.
+pub type Members = u8;
+
+pub const EVERYONE: Members = 0b111;
 
 impl Models {
     /// The same for all tests.
@@ -54,26 +59,27 @@ impl Models {
             let file = file(layout, |index| element(index, client));
             std::fs::write(directory.path().join(name), file).unwrap();
         }
-        let total: u64 = EXAMPLES.iter().sum();
-        let mean = |index| {
-            let weighted = (0..NAMES.len()).map(|client| EXAMPLES[client] * element(index, client));
-            weighted.sum::<u64>() / total
+        let mean_of = |members: Members| {
+            let clients = || (0..NAMES.len()).filter(move |client| members >> client & 1 == 1);
+            let total: u64 = clients().map(|client| EXAMPLES[client]).sum();
+            let sum = |index| -> u64 {
+                clients().map(|client| EXAMPLES[client] * element(index, client)).sum()
+            };
+            (members, file(layout, |index| sum(index) / total))
         };
-        Models { directory, mean: file(layout, mean) }
+        Models { directory, means: (1..=EVERYONE).map(mean_of).collect() }
     }
 
-    /// Whether the file at `path` is the mean, or there is none.
-    pub fn is_mean_or_absent(&self, path: &Path) -> bool {
-        match std::fs::read(path) {
-            Ok(bytes) => bytes == self.mean,
-            Err(error) => error.kind() == std::io::ErrorKind::NotFound,
-        }
+    /// Whose mean the file at `path` is.
+    pub fn members(&self, path: &Path) -> Option<Members> {
+        let bytes = std::fs::read(path).unwrap();
+        self.means.iter().find(|(_, mean)| *mean == bytes).map(|(members, _)| *members)
     }
 }
 
 /// Below 256, so exact in bf16, and no chunk is like another.
 fn element(index: u64, client: usize) -> u64 {
-    4 * ((index * 7 + index / 61 + 13 * client as u64) % 61)
+    12 * ((index * 7 + index / 61 + 13 * client as u64) % 21)
 }
 
 fn file(layout: Layout, element: impl Fn(u64) -> u64) -> Vec<u8> {

@@ -17,9 +17,9 @@ const POINTS: u64 = 20;
 /// Bytes of preamble and hello: a data channel carries nothing else beside the model.
 const HELLO_BYTES: u64 = 12 + 56;
 
-/// Bytes at the start of a control channel that no checksum covers: preamble and `Join`, preamble and
-/// plan. A bit that is flipped there may make another client of this one, which is refused.
-const GREETING_BYTES: u64 = 260;
+/// Bytes at the start of a control channel, up and down: preamble and `Join`, preamble and plan. A bit
+/// that is flipped there may make another client of this one, which is refused.
+const GREETING_BYTES: [u64; 2] = [180, 80];
 
 /// Places where a fault may be.
 #[derive(Clone, Copy)]
@@ -47,16 +47,20 @@ impl Place {
 
 /// One fault of this kind at each of many bytes of a place.
 fn must_resume(what: &str, place: Place, kind: Kind) {
-    sweep(what, POINTS, |seed| {
+    let answers = sweep(what, POINTS, |seed| {
         let (which, at_byte) = place.choose(&mut Dice::new(seed));
         let plan = Plan::one(which, place.direction, at_byte, kind.clone());
         let mut session = Session::start(layout(seed), plan, Behind::Victim);
         let told = |wrong| format!("{which:?} {:?} byte {at_byte}: {wrong}", place.direction);
         match session.conclude().map_err(told)? {
-            Outcome::Mean => at_most_one_chunk_twice(&session.proxy).map_err(told),
-            other => Err(told(format!("{other:?}\n{}", session.story()))),
+            Outcome::Mean => at_most_one_chunk_twice(&session.proxy).map_err(told)?,
+            other => return Err(told(format!("{other:?}\n{}", session.story()))),
         }
+        Ok(session.proxy.fired() > 0)
     });
+    // A fault behind the last byte of a session shows nothing.
+    let missed = answers.get(&false).copied().unwrap_or(0);
+    assert!(2 * missed <= answers.values().sum(), "{what}: {missed} faults did not happen");
 }
 
 /// Each stream may have passed one chunk on in vain, in each direction.
@@ -134,14 +138,14 @@ macro_rules! must_resume {
             #[ignore = "needs resume"]
             fn of_control_up() {
                 let place = Place::of(Channel::Control, Direction::Up);
-                must_resume("control up", Place { from_byte: $greeting, ..place }, $kind);
+                must_resume("control up", Place { from_byte: $greeting[0], ..place }, $kind);
             }
 
             #[test]
             #[ignore = "needs resume"]
             fn of_control_down() {
                 let place = Place::of(Channel::Control, Direction::Down);
-                must_resume("control down", Place { from_byte: $greeting, ..place }, $kind);
+                must_resume("control down", Place { from_byte: $greeting[1], ..place }, $kind);
             }
 
             #[test]
@@ -161,12 +165,20 @@ macro_rules! must_resume {
     };
 }
 
-must_resume!(a_drop, Kind::Drop(Scope::Connection), 0);
-must_resume!(a_drop_of_all_connections, Kind::Drop(Scope::All), 0);
-must_resume!(a_reset, Kind::Reset(Scope::Connection), 0);
-must_resume!(a_reset_of_all_connections, Kind::Reset(Scope::All), 0);
-must_resume!(a_truncation, Kind::Truncate, 0);
-must_resume!(a_stall_within_the_deadline, Kind::Stall(Scope::Connection, Some(DEADLINE / 2)), 0);
-must_resume!(a_stall_beyond_the_deadline, Kind::Stall(Scope::Connection, Some(2 * DEADLINE)), 0);
-must_resume!(a_connection_that_dies_silently, Kind::Stall(Scope::Connection, None), 0);
+must_resume!(a_drop, Kind::Drop(Scope::Connection), [0, 0]);
+must_resume!(a_drop_of_all_connections, Kind::Drop(Scope::All), [0, 0]);
+must_resume!(a_reset, Kind::Reset(Scope::Connection), [0, 0]);
+must_resume!(a_reset_of_all_connections, Kind::Reset(Scope::All), [0, 0]);
+must_resume!(a_truncation, Kind::Truncate, [0, 0]);
+must_resume!(
+    a_stall_within_the_deadline,
+    Kind::Stall(Scope::Connection, Some(DEADLINE / 2)),
+    [0, 0]
+);
+must_resume!(
+    a_stall_beyond_the_deadline,
+    Kind::Stall(Scope::Connection, Some(2 * DEADLINE)),
+    [0, 0]
+);
+must_resume!(a_connection_that_dies_silently, Kind::Stall(Scope::Connection, None), [0, 0]);
 must_resume!(a_flipped_bit, Kind::Flip(5), GREETING_BYTES);

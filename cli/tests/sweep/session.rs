@@ -9,7 +9,7 @@ use fedlane_testing::{Plan, Proxy, Traffic};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::model::{CHUNK_BYTES, EXAMPLES, Layout, Models, NAMES};
+use crate::model::{CHUNK_BYTES, EVERYONE, EXAMPLES, Layout, Models, NAMES};
 use crate::process::{Ended, Process};
 
 /// Milliseconds without progress after which a peer is given up.
@@ -182,8 +182,10 @@ impl Session {
         for entry in self.directory.path().read_dir().unwrap() {
             let path = entry.unwrap().path();
             let extension = path.extension().unwrap_or_default();
-            if extension == "mean" && !self.models.is_mean_or_absent(&path) {
-                return Err(format!("{} is no mean", path.display()));
+            let members = (extension == "mean").then(|| self.models.members(&path));
+            // A mean of some would be wrong too: nobody said that it may be.
+            if members.is_some_and(|members| members != Some(EVERYONE)) {
+                return Err(format!("{} is the mean of {members:?}", path.display()));
             }
             if extension != "mean" && extension != "log" {
                 return Err(format!("{} was left behind", path.display()));
