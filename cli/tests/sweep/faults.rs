@@ -90,6 +90,28 @@ fn a_bit_that_is_flipped() {
     exact_or_error("flip", |dice| Kind::Flip(dice.below(8) as u8));
 }
 
+/// Somewhere there is the length of a message: the reader then waits for half a megabyte that never comes,
+/// while signs of life go on to trickle in as parts of it.
+fn lengths_that_are_flipped(direction: Direction) {
+    let outcomes = sweep("length", 120, |seed| {
+        let plan = Plan::one(Which::Control(0), direction, 40 + seed, Kind::Flip(3));
+        let mut session = Session::start(layout(seed), plan, Behind::Victim);
+        session.conclude().map_err(|wrong| format!("byte {}: {wrong}", 40 + seed))
+    });
+    println!("length: {outcomes:?}");
+}
+
+#[test]
+#[ignore = "needs a deadline for whole messages"]
+fn a_length_that_is_flipped_on_the_way_down() {
+    lengths_that_are_flipped(Direction::Down);
+}
+
+#[test]
+fn a_length_that_is_flipped_on_the_way_up() {
+    lengths_that_are_flipped(Direction::Up);
+}
+
 #[test]
 fn a_connection_that_is_truncated() {
     exact_or_error("truncate", |_| Kind::Truncate);
