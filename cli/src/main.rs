@@ -48,6 +48,7 @@ enum Command {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     group::end_with_parent();
+    fedlane::sys::process::survive_file_size_limit();
     start_log();
     let done = match cli.command {
         Command::Demo(demo) => demo.run(),

@@ -30,5 +30,6 @@ pub mod signal;
 pub mod sink;
 pub mod source;
 pub mod sums;
+mod sync;
 pub mod sys;
 pub mod wire;

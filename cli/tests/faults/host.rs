@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 
 use super::hostile::{Process, command};
-use super::session::SOON;
+use super::session::{SOON, assert_empty, model_file, tensor};
 
 fn is_root() -> bool {
     rustix::process::geteuid().is_root()
@@ -98,6 +98,63 @@ fn too_little_address_space() {
     }
 }
 
+#[test]
+fn too_little_address_space_for_a_client() {
+    for kib in (16_000..62_000).step_by(6_000) {
+        let (serve, address) = Process::serve(&["--clients=1", "--deadline-ms=600"]);
+        let args = ["join", &address, "--name=a", "--generate=16MiB", "--deadline-ms=600"];
+        let (status, said) = limited(&format!("-v {kib}"), &args).end(SOON);
+        let stopped = said.contains("memory allocation of") || said.contains("error while loading");
+        assert!(stopped || matches!(status.code(), Some(0 | 1)), "{kib} KiB: {status}:\n{said}");
+        assert!(!said.contains("panicked"), "{kib} KiB: {said}");
+        if stopped || !status.success() {
+            // One that never joined leaves it waiting for another.
+            if serve.has_said("client \"a\"") {
+                serve.fails(SOON, &["client \"a\" (127.0.0.1:"]);
+            }
+        } else {
+            serve.succeeds(SOON);
+        }
+    }
+}
+
+/// As `ulimit -f` counts: in blocks of 512 bytes.
+const A_MIB_OF_FILE: &str = "-f 2048";
+
+#[test]
+fn files_that_may_not_grow_at_the_aggregator() {
+    // Regions are files too; they are made when the first client has come.
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path().join("mean");
+    let output = format!("--output={}", output.display());
+    let args = ["serve", "--listen=127.0.0.1:0", "--clients=1", "--deadline-ms=600", &output];
+    let serve = limited(A_MIB_OF_FILE, &args);
+    let line = serve.await_line("listening on ");
+    let address = line.split([' ', ',']).nth(2).unwrap();
+    let client = Process::join(address, "a", &["--generate=4MiB"]);
+    serve.fails(SOON, &["a region of 4", "File too large"]);
+    client.fails(SOON, &[address, "File too large"]);
+    assert_empty(directory.path());
+}
+
+#[test]
+fn files_that_may_not_grow_at_a_client() {
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path().join("mean");
+    let (serve, address) = Process::serve(&["--clients=1", "--deadline-ms=600"]);
+    let path = format!("--output={}", output.display());
+    let args = ["join", &address, "--name=a", "--generate=4MiB", &path];
+    let client = limited(A_MIB_OF_FILE, &args);
+    client.fails(SOON, &["no room for", output.to_str().unwrap(), "bytes"]);
+    serve.fails(SOON, &["client \"a\" (127.0.0.1:", "no room for"]);
+    assert_empty(directory.path());
+}
+
+#[test]
+fn memory_that_may_not_be_locked_does_not_matter() {
+    limited("-l 0", &["demo", "--generate=8MiB", "--clients=2"]).succeeds(Duration::from_secs(30));
+}
+
 /// A session runs to its end with this done to /dev/shm before.
 fn without_shared_memory(how: &str) {
     let script = format!("{how}; exec \"$0\" demo --generate=8MiB --clients=2");
@@ -109,6 +166,15 @@ fn without_shared_memory(how: &str) {
 #[test]
 fn a_tiny_dev_shm_does_not_matter() {
     without_shared_memory("mount -t tmpfs -o size=64k none /dev/shm");
+}
+
+#[test]
+fn a_dev_shm_smaller_than_the_models_does_not_matter() {
+    let script = "mount -t tmpfs -o size=64m none /dev/shm
+        \"$0\" demo --generate=80MiB --clients=2; test -z \"$(ls -A /dev/shm)\"";
+    if let Some(demo) = in_namespace(script, &[]) {
+        demo.succeeds(Duration::from_secs(60));
+    }
 }
 
 #[test]
@@ -162,6 +228,39 @@ fn a_read_only_directory() {
     let path = directory.path().to_str().unwrap();
     let Some(serve) = in_namespace(script, &[path]) else { return };
     serve.fails(SOON, &[path, "Read-only"]);
+}
+
+#[test]
+fn a_read_only_directory_of_a_client() {
+    let directory = tempfile::tempdir().unwrap();
+    let script = "mount -t tmpfs -o ro,size=1m none \"$1\"
+        exec \"$0\" join 127.0.0.1:1 --name=a --generate=1KiB --output=\"$1/mean\"";
+    let path = directory.path().to_str().unwrap();
+    let Some(client) = in_namespace(script, &[path]) else { return };
+    client.fails(SOON, &[path, "Read-only"]);
+}
+
+#[test]
+fn a_disk_that_is_filled_by_others_in_the_middle_of_a_session() {
+    // There is room when the session begins, and none when the mean is written: another process
+    // takes it while the client trains. The file of the round before stays whole.
+    let directory = tempfile::tempdir().unwrap();
+    let disk = directory.path().to_str().unwrap();
+    let script = "mount -t tmpfs -o size=8m none \"$1\"; cd \"$1\"; status=0
+        \"$0\" serve --listen=127.0.0.1:0 --clients=1 --rounds=2 --output=mean >\"$2.out\" & server=$!
+        until grep -q listening \"$2.out\"; do sleep 0.02; done
+        address=$(sed -n 's/listening on \\([^,]*\\),.*/\\1/p' \"$2.out\")
+        \"$0\" join \"$address\" --name=a --model=\"$2\" \
+            --train 'test $FEDLANE_ROUND = 1 || head -c 9000000 /dev/zero >fill || true' || status=$?
+        wait $server && exit 8; rm fill \"$2.out\"
+        test \"$(ls -A)\" = mean || exit 9
+        cmp -s mean \"$2\" || exit 7; exit $status";
+    let model = tempfile::NamedTempFile::new().unwrap();
+    let header = format!("{{{}}}", tensor("w", "F32", "[500000]", 0, 2_000_000));
+    std::fs::write(model.path(), model_file(&header, 2_000_000)).unwrap();
+    let model = model.path().to_str().unwrap();
+    let Some(both) = in_namespace(script, &[disk, model]) else { return };
+    both.fails(Duration::from_secs(30), &["no room for mean"]);
 }
 
 #[test]

@@ -55,6 +55,15 @@ pub fn allow_open_files(wanted: u64) -> u64 {
     }
 }
 
+/// From now on a file that would grow beyond `ulimit -f` is an error of the write, and not the end of
+/// this process. Programs that it starts do not inherit that.
+pub fn survive_file_size_limit() {
+    extern "C" fn nothing(_: libc::c_int) {}
+    let handler = nothing as extern "C" fn(libc::c_int);
+    // SAFETY: a handler that does nothing is safe wherever it interrupts the process.
+    unsafe { libc::signal(libc::SIGXFSZ, handler as libc::sighandler_t) };
+}
+
 /// Bytes that may still be allocated, and what sets that bound.
 pub fn available_memory() -> (u64, String) {
     let host = field_kib("/proc/meminfo", "MemAvailable:").map_or(u64::MAX, |kib| kib << 10);

@@ -1,6 +1,7 @@
 //! An exchange and its clients, in one process, on ports that the kernel chooses.
 
 mod common;
+mod doors;
 mod ends;
 mod faults;
 mod means;

@@ -88,16 +88,29 @@ impl Peer {
 
     /// Opens one data channel with a proof that this secret makes.
     pub fn open(&mut self, stream: u32, secret: Secret) -> Answer {
+        let (socket, answer) = self.dialler(stream, secret)();
+        self.streams.push(socket);
+        answer
+    }
+
+    /// Does that when it is called, on any thread.
+    pub fn dialler(
+        &self,
+        stream: u32,
+        secret: Secret,
+    ) -> impl FnOnce() -> (TcpStream, Answer) + Send + use<> {
         let plan = self.plan.as_ref().unwrap();
         let key = bind_ticket(&plan.ticket, &secret, &self.joined);
         let hello = DataHello::new(plan.session, plan.client, stream, &key);
-        let mut socket = TcpStream::connect(&self.address).unwrap();
-        socket.set_read_timeout(Some(PATIENCE)).unwrap();
-        write_fixed(&mut socket, &Preamble::new(Channel::Data)).unwrap();
-        write_fixed(&mut socket, &hello).unwrap();
-        let answer: Preamble = read_fixed(&mut socket).unwrap();
-        self.streams.push(socket);
-        answer.answer().unwrap()
+        let address = self.address.clone();
+        move || {
+            let mut socket = TcpStream::connect(&address).unwrap();
+            socket.set_read_timeout(Some(PATIENCE)).unwrap();
+            write_fixed(&mut socket, &Preamble::new(Channel::Data)).unwrap();
+            write_fixed(&mut socket, &hello).unwrap();
+            let answer: Preamble = read_fixed(&mut socket).unwrap();
+            (socket, answer.answer().unwrap())
+        }
     }
 
     /// Waits for the plan and opens all data channels.
