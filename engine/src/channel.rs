@@ -67,10 +67,10 @@ impl DataChannel {
         }
     }
 
-    /// Ends the channel in both directions.
-    pub fn shut_down(&self) {
+    /// Says that nothing more will be sent. What has come, or is on its way, can still be received.
+    pub fn hang_up(&self) {
         // Fails only on a socket that the peer has ended already.
-        let _ = self.socket.shutdown(Shutdown::Both);
+        let _ = self.socket.shutdown(Shutdown::Write);
     }
 }
 

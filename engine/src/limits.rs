@@ -81,6 +81,10 @@ pub const SUMS_PER_MESSAGE: usize = 4096;
 /// Ranges of chunks in one control message.
 pub const RANGES_PER_MESSAGE: usize = 4096;
 
+/// Checksums that are asked for at once when they may have been lost with a connection: the bytes that
+/// came with them fit a socket's buffer.
+pub const SUMS_ASKED: usize = 16;
+
 /// How often a chunk that does not match its checksum is asked for again: whatever changes it each
 /// time is no accident.
 pub const MAX_REPEATS: u32 = 3;

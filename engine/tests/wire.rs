@@ -310,7 +310,7 @@ where
 
 /// Random messages, long enough that lengths take more than one byte.
 fn client_messages() -> impl Strategy<Value = ClientMessage> {
-    use ClientMessage::{Alive, Call, Failed, Join, Received, Sums, Uploading, Want};
+    use ClientMessage::{Alive, Call, Failed, Join, Prove, Received, Sums, Uploading, Want};
     let examples = any::<f64>().prop_filter("NaN equals nothing", |number| !number.is_nan());
     let resumes = proptest::option::of(any::<[u8; 32]>());
     let join = (".{0,40}", examples, vec(any::<u8>(), 0..300), any::<[u8; 16]>(), resumes);
@@ -330,6 +330,7 @@ fn client_messages() -> impl Strategy<Value = ClientMessage> {
         ".{0,40}".prop_map(|reason| Failed { reason }),
         (".{0,40}", any::<[u8; 16]>()).prop_map(|(name, place)| Call { name, place }),
         (any::<u32>(), chunks()).prop_map(|(stream, chunks)| Want { stream, chunks }),
+        (any::<u32>(), chunks()).prop_map(|(stream, chunks)| Prove { stream, chunks }),
     ]
 }
 

@@ -61,7 +61,7 @@ pub(super) struct Connection {
 impl Connection {
     fn shut_down(&self) {
         self.writer.shut_down();
-        self.streams.iter().flatten().for_each(|channel| channel.shut_down());
+        self.streams.iter().flatten().for_each(|channel| channel.hang_up());
     }
 
     fn opened(&self) -> usize {

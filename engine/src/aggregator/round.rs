@@ -531,10 +531,8 @@ impl Uploading<'_> {
     fn react(&mut self, notice: Notice) -> Result<(), AggregatorError> {
         match notice {
             Notice::Up(peer) => self.attach(peer),
-            Notice::Down(peer) => {
-                self.order(|| ReceiveOrder::Detach { peer });
-                Ok(())
-            }
+            // What has come of its bytes is still taken.
+            Notice::Down(_) => Ok(()),
             Notice::Gone(peer, fault) => self.lose(peer, fault),
             Notice::Message(peer, message) => self.hear(peer, message),
             Notice::Receive(lane, report) => self.note(lane, report),
@@ -657,7 +655,6 @@ impl Uploading<'_> {
         if self.lost[peer] {
             return Ok(());
         }
-        self.order(|| ReceiveOrder::Detach { peer });
         if self.is_whole(peer) {
             tracing::warn!(
                 "{}: {fault}; its update had come whole and counts",
@@ -904,12 +901,21 @@ impl Broadcasting<'_> {
                 Ok(())
             }
             ClientMessage::Received { .. } => Err(unexpected("a confirmation")),
-            ClientMessage::Want { stream, chunks } => self.send(peer, stream, &chunks),
+            ClientMessage::Want { stream, chunks } => self.send(peer, stream, &chunks, false),
+            ClientMessage::Prove { stream, chunks } => self.send(peer, stream, &chunks, true),
+            // The last bytes may be here before the word that they come.
+            ClientMessage::Uploading { round } if round == self.broadcast.round => Ok(()),
             _ => Err(unexpected("a message")),
         }
     }
 
-    fn send(&mut self, peer: usize, stream: u32, wanted: &[ChunkRange]) -> Result<(), Fault> {
+    fn send(
+        &mut self,
+        peer: usize,
+        stream: u32,
+        wanted: &[ChunkRange],
+        sums_only: bool,
+    ) -> Result<(), Fault> {
         let lane = self.lanes.ranges.get(stream as usize);
         let (Some(lane), Some(inbox)) = (lane, self.inboxes.get(stream as usize)) else {
             return Err(Fault::Control(ProtocolError::Stream { stream }.into()));
@@ -926,7 +932,9 @@ impl Broadcasting<'_> {
                 let _ = up.writer.send_sums(range.start, sums, wrap);
             }
         }
-        inbox.put(SendOrder::Send { peer, chunks, sums_only: false });
+        if !sums_only {
+            inbox.put(SendOrder::Send { peer, chunks, sums_only });
+        }
         Ok(())
     }
 

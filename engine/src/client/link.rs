@@ -30,7 +30,7 @@ pub(super) struct Link {
 impl Link {
     pub fn shut_down(&self) {
         self.writer.shut_down();
-        self.streams.iter().for_each(|channel| channel.shut_down());
+        self.streams.iter().for_each(|channel| channel.hang_up());
     }
 }
 

@@ -354,11 +354,8 @@ impl Downloading<'_> {
                 // Said again after an interruption.
                 Notice::Message(AggregatorMessage::Applied { .. }) => {}
                 Notice::Message(_) => return Err(self.line.unexpected("a message")),
-                Notice::Down => {
-                    let orders = self.inboxes.iter();
-                    orders.for_each(|inbox| inbox.put(ReceiveOrder::Detach { peer: 0 }));
-                }
-                Notice::Up | Notice::SendBroken(_) => {}
+                // What has come is still taken.
+                Notice::Down | Notice::Up | Notice::SendBroken(_) => {}
                 Notice::Lane(result) => {
                     self.running -= 1;
                     let error = result.err().unwrap_or(LaneError::Cancelled);
@@ -396,8 +393,14 @@ impl Downloading<'_> {
                     let _ = link.writer.send_ranges(&chunks, wrap);
                 }
             }
-            // Nothing is doubted here.
-            ReceiveReport::Prove { .. } => {}
+            ReceiveReport::Prove { connection, chunks, .. } => {
+                let stream = lane as u32;
+                if let Some(link) = self.line.link.as_ref().filter(|link| link.id == connection) {
+                    let wrap = |chunks| ClientMessage::Prove { stream, chunks };
+                    // A connection that breaks is noticed by its reader.
+                    let _ = link.writer.send_ranges(&chunks, wrap);
+                }
+            }
         }
         Ok(())
     }

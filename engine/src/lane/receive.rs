@@ -38,7 +38,8 @@ pub enum Order {
 
 /// What a receiving lane is told.
 pub enum ReceiveOrder {
-    /// A peer's data channel of this lane is connected, for the first time or again.
+    /// A peer's data channel of this lane is connected, for the first time or again. What still comes
+    /// on the last one is taken first.
     Attach {
         /// The peer, counted among the lane's streams.
         peer: usize,
@@ -49,11 +50,6 @@ pub enum ReceiveOrder {
         /// Whether it may bring another update than the one that it has sent part of: it then has
         /// to say the checksums of that part again.
         doubted: bool,
-    },
-    /// A peer's connection is broken.
-    Detach {
-        /// The peer.
-        peer: usize,
     },
     /// A peer does not come back: nothing of what it sent may count.
     Lose {
@@ -75,7 +71,7 @@ pub enum ReceiveReport {
         /// The chunks, in this order.
         chunks: Vec<Range<usize>>,
     },
-    /// A peer shall announce the checksums of these chunks again.
+    /// A peer shall announce the checksums of these chunks (again).
     Prove {
         /// The peer.
         peer: usize,
@@ -123,6 +119,8 @@ pub struct Incoming<'a> {
     /// How long it may stand still.
     stall: Option<Duration>,
     line: Option<Line>,
+    /// Takes the line's place when nothing more comes on that.
+    successor: Option<Successor>,
     /// Chunks that are to come on this line, in this order.
     queue: VecDeque<Run>,
     filled: usize,
@@ -154,6 +152,16 @@ struct Line {
     state: State,
 }
 
+/// A connection that was made when another one had broken.
+struct Successor {
+    connection: ConnectionId,
+    channel: Arc<DataChannel>,
+    doubted: bool,
+    since: Instant,
+    /// Chunks before that one need not be asked for their checksums.
+    asked: usize,
+}
+
 /// What a stream waits for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
@@ -178,6 +186,7 @@ impl<'a> Incoming<'a> {
             shared,
             stall,
             line: None,
+            successor: None,
             queue: VecDeque::new(),
             filled: 0,
             scratch: None,
@@ -421,22 +430,26 @@ impl Lane<'_, '_> {
     fn obey(&mut self, order: ReceiveOrder) -> Result<bool, LaneError> {
         match order {
             ReceiveOrder::Finish => return Ok(true),
-            ReceiveOrder::Detach { peer } => self.detach(peer)?,
             ReceiveOrder::Lose { peer } => self.lose(peer)?,
             ReceiveOrder::Attach { peer, connection, channel, doubted } => {
-                self.attach(peer, connection, channel, doubted)?;
+                let next =
+                    Successor { connection, channel, doubted, since: Instant::now(), asked: 0 };
+                self.streams[peer].successor = Some(next);
+                if self.streams[peer].line.is_none() {
+                    self.attach(peer)?;
+                }
             }
         }
         Ok(false)
     }
 
-    fn attach(
-        &mut self,
-        peer: usize,
-        connection: ConnectionId,
-        channel: Arc<DataChannel>,
-        doubted: bool,
-    ) -> Result<(), LaneError> {
+    /// Goes over to the next connection, if there is one.
+    fn attach(&mut self, peer: usize) -> Result<(), LaneError> {
+        let Some(Successor { connection, channel, doubted, .. }) =
+            self.streams[peer].successor.take()
+        else {
+            return Ok(());
+        };
         self.detach(peer)?;
         let wanted = self.missing_of(peer);
         let stream = &mut self.streams[peer];
@@ -502,6 +515,7 @@ impl Lane<'_, '_> {
             return Ok(());
         }
         self.detach(peer)?;
+        self.streams[peer].successor = None;
         self.streams[peer].lost = true;
         self.lost += 1;
         if self.sink.mixes() {
@@ -575,6 +589,12 @@ impl Lane<'_, '_> {
         let (turn, start) = (self.turn().map(|(_, index)| index), self.range.start);
         for index in 0..self.streams.len() {
             let stream = &mut self.streams[index];
+            let has_waited = |next: &Successor| next.since.elapsed() > limits::LAST_WORDS;
+            if stream.successor.as_ref().is_some_and(has_waited) {
+                // The end of the last connection does not come.
+                self.break_off(index, TransferError::Closed);
+                continue;
+            }
             let Some(line) = &mut stream.line else { continue };
             // The time before a peer begins is its own: it trains. And so is the time of others.
             let waits = stream.queue.is_empty()
@@ -612,6 +632,9 @@ impl Lane<'_, '_> {
         // A socket that epoll does not know (any more) is no reason to end the others.
         let _ = self.detach(peer);
         (self.report)(ReceiveReport::Broken { peer, connection, error });
+        if let Err(error) = self.attach(peer) {
+            tracing::warn!("{error}");
+        }
     }
 
     /// Moves one stream on by at most one chunk, without waiting.
@@ -635,9 +658,9 @@ impl Lane<'_, '_> {
                 }
             }
             Ok(Step::NeedsSum) => {
+                self.ask_for_sums(index);
                 let stream = &mut self.streams[index];
-                if let (Some(chunk), Some(line)) =
-                    (stream.queue.front().map(|run| run.chunks.start), &mut stream.line)
+                if let (Some(chunk), Some(line)) = (stream.front(), &mut stream.line)
                     && !stream.shared.sums.park(chunk)
                 {
                     line.state = State::Sum;
@@ -650,6 +673,19 @@ impl Lane<'_, '_> {
             Err(error) => self.break_off(index, error),
         }
         Ok(())
+    }
+
+    /// The checksums of what came on a connection that broke may be lost with it.
+    fn ask_for_sums(&mut self, peer: usize) {
+        let stream = &mut self.streams[peer];
+        let Some(run) = stream.queue.front().map(|run| run.chunks.clone()) else { return };
+        let Some(next) = stream.successor.as_mut().filter(|next| next.asked <= run.start) else {
+            return;
+        };
+        next.asked = run.end.min(run.start + limits::SUMS_ASKED);
+        next.since = Instant::now();
+        let (connection, chunks) = (next.connection, vec![run.start..next.asked]);
+        (self.report)(ReceiveReport::Prove { peer, connection, chunks });
     }
 
     fn step(&mut self, index: usize) -> Result<Step, TransferError> {

@@ -67,6 +67,13 @@ pub enum ClientMessage {
         /// The chunks.
         chunks: Vec<ChunkRange>,
     },
+    /// Asks for the checksums of chunks that came over an earlier connection, without their bytes.
+    Prove {
+        /// The stream.
+        stream: u32,
+        /// The chunks.
+        chunks: Vec<ChunkRange>,
+    },
 }
 
 /// From the aggregator to a client.

@@ -166,6 +166,11 @@ fn client_messages() -> Vec<Example> {
                 (2, "chunk 1"),
             ],
         ),
+        example(
+            "8-prove",
+            ClientMessage::Prove { stream: 0, chunks: vec![ChunkRange { first: 0, end: 5 }] },
+            &[(1, "message 8: prove"), (1, "stream 0"), (1, "1 range"), (2, "chunks 0 to 4")],
+        ),
     ]
 }
 
