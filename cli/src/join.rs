@@ -136,6 +136,7 @@ impl Join {
         loop {
             match client.next_task()? {
                 Task::Upload { round } => {
+                    rounds = round;
                     if !self.upload(client, round, staged.as_ref())? {
                         output.event(
                             "left_out",
@@ -145,10 +146,11 @@ impl Join {
                             ),
                         );
                     }
-                    rounds += 1;
                 }
                 Task::Download { round, digest } => {
                     self.download(client, manifest, round, digest)?;
+                    // Of a client that began again, the earlier one has sent the update.
+                    rounds = round;
                 }
                 Task::Done if rounds == client.rounds() => break,
                 Task::Done => bail!(

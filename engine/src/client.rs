@@ -269,10 +269,10 @@ impl Client {
         let mut dialler = Dialler { address, config: config.clone(), header, canceller };
         let (stop, stopped) = mpsc::channel();
         let connected = dialler.connect(1, None).or_else(|error| {
-            // One that has answered may have been interrupted; another one was never there.
-            let answered = dialler.canceller.has_answered();
+            // Where nobody listens there is no aggregator; another one may have been interrupted.
+            let was_there = !matches!(error, ClientError::Dial { .. });
             let window = config.reconnect.unwrap_or(config.deadline);
-            match is_interruption(&error) && answered && !window.is_zero() {
+            match is_interruption(&error) && was_there && !window.is_zero() {
                 true => dialler.connect_again(1, None, (error, window), &stopped),
                 false => Err(error),
             }

@@ -167,7 +167,7 @@ must_resume!(a_reset_of_all_connections, Kind::Reset(Scope::All), [0, 0]);
 must_resume!(a_truncation, Kind::Truncate, [0, 0]);
 must_resume!(
     a_stall_within_the_deadline,
-    Kind::Stall(Scope::Connection, Some(DEADLINE / 2)),
+    Kind::Stall(Scope::Connection, Some(DEADLINE / 4)),
     [0, 0]
 );
 must_resume!(

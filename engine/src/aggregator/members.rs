@@ -367,7 +367,7 @@ impl Members {
             _ if !returns => limits::LAST_WORDS,
             // It was silent for half of the deadline already.
             Fault::Control(ControlError::Silent)
-            | Fault::Transfer(TransferError::Stalled { .. }) => {
+            | Fault::Transfer(TransferError::Stalled { .. } | TransferError::NoChecksum) => {
                 self.terms.reconnect.saturating_sub(self.terms.deadline / 2)
             }
             _ => self.terms.reconnect,
@@ -380,7 +380,13 @@ impl Members {
         if returns {
             tracing::warn!("{}: {fault}; it is expected back", peer.label());
         }
-        let linger = now + limits::LAST_WORDS;
+        // Who was silent has no last words, and may not know that its connection is broken.
+        let was_silent = matches!(
+            fault,
+            Fault::Control(ControlError::Silent)
+                | Fault::Transfer(TransferError::Stalled { .. } | TransferError::NoChecksum)
+        );
+        let linger = now + if was_silent { Duration::ZERO } else { limits::LAST_WORDS };
         peer.link = Link::Down { old, fault, linger, until: now + patience };
         Notice::Down(index)
     }
@@ -456,6 +462,8 @@ impl Members {
         let until = Instant::now() + self.terms.deadline;
         let peer = &mut self.peers[index];
         peer.address = address;
+        // A process that began again may have lost it.
+        peer.holds = peer.holds.filter(|_| !doubted);
         peer.link = Link::Opening { connection, until };
         tracing::info!("{} is back", peer.label());
         // Who does not read it opens no data channels either.
@@ -537,7 +545,10 @@ pub(super) fn is_interruption(fault: &Fault) -> bool {
         Fault::TooLate { .. }
             | Fault::Control(ControlError::Closed | ControlError::Silent | ControlError::Io(_))
             | Fault::Transfer(
-                TransferError::Closed | TransferError::Io(_) | TransferError::Stalled { .. }
+                TransferError::Closed
+                    | TransferError::Io(_)
+                    | TransferError::Stalled { .. }
+                    | TransferError::NoChecksum
             )
             | Fault::Streams { .. }
     )

@@ -59,7 +59,9 @@ impl Dialler {
         let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
         control::write_fixed(&mut socket, &Preamble::new(Channel::Control))
             .map_err(|error| at(error.into()))?;
-        let ControlChannel { mut reader, writer } = ControlChannel::new(socket, config.deadline)?;
+        let early_silence = config.reconnect.unwrap_or(config.deadline);
+        let early_silence = control::silence_limit(config.deadline, early_silence);
+        let ControlChannel { mut reader, writer } = ControlChannel::new(socket, early_silence)?;
         self.canceller.watch(&writer)?;
         let join = ClientMessage::Join {
             name: config.name.clone(),
@@ -143,7 +145,10 @@ pub(super) fn is_interruption(error: &ClientError) -> bool {
         }
         ClientError::Transfer { error, .. } => matches!(
             error,
-            TransferError::Closed | TransferError::Io(_) | TransferError::Stalled { .. }
+            TransferError::Closed
+                | TransferError::Io(_)
+                | TransferError::Stalled { .. }
+                | TransferError::NoChecksum
         ),
         _ => false,
     }

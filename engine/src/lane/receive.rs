@@ -435,8 +435,11 @@ impl Lane<'_, '_> {
                 let next =
                     Successor { connection, channel, doubted, since: Instant::now(), asked: 0 };
                 self.streams[peer].successor = Some(next);
-                if self.streams[peer].line.is_none() {
-                    self.attach(peer)?;
+                match &mut self.streams[peer].line {
+                    None => self.attach(peer)?,
+                    // The checksum that it waits for may be lost.
+                    Some(line) if line.state == State::Sum => line.state = State::Ready,
+                    Some(_) => {}
                 }
             }
         }
@@ -613,7 +616,14 @@ impl Lane<'_, '_> {
                     (None, State::Sum) => TransferError::NoChecksum,
                     (None, _) => line.progress.stalled(),
                 };
-                self.break_off(index, error);
+                if line.state == State::Sum {
+                    // The bytes are here; the next connection brings the checksum.
+                    line.progress.made();
+                    let (peer, connection) = (index, line.connection);
+                    (self.report)(ReceiveReport::Broken { peer, connection, error });
+                } else {
+                    self.break_off(index, error);
+                }
             } else if line.progress.last.elapsed() > TICK && line.low_water > 1 {
                 // On a slow link every byte counts as progress, so wake for every byte.
                 line.low_water = 1;
