@@ -516,13 +516,13 @@ impl Session {
     /// Tells every client that all rounds are done. One whose connection is broken may come back
     /// to hear it.
     pub fn finish(mut self) -> Result<Vec<Phase>, AggregatorError> {
+        self.members.ending = true;
         self.members.tell_all(&AggregatorMessage::Done);
         // A client closes when it has read that; only then is it sure to have.
         let until = Instant::now() + self.config.deadline;
         while self.members.peers.iter().any(|peer| !peer.is_gone()) {
             match self.members.next(Some(until))? {
                 Notice::Up(peer) => self.members.tell(peer, &AggregatorMessage::Done),
-                Notice::Down(peer) => self.members.forget_if_told(peer),
                 Notice::Timeout => break,
                 _ => {}
             }

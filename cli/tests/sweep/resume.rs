@@ -102,7 +102,9 @@ fn restart(
         let held = gate.lock().unwrap();
         let mut session = Session::start_with(layout(seed), plan, Behind::All, &args);
         let told = |wrong| format!("{which:?} {:?} byte {at_byte}: {wrong}", place.direction);
-        signal.recv_timeout(SOON).map_err(|_| told("never reached".into()))?;
+        signal
+            .recv_timeout(SOON)
+            .map_err(|_| told(format!("never reached\n{}", session.story())))?;
         act(&mut session, &args);
         drop(held);
         match session.conclude().map_err(told)? {

@@ -379,6 +379,7 @@ impl Gathering {
             door: door.clone(),
             listeners: self.listeners.clone(),
             next_connection: self.next_connection,
+            ending: false,
             put_off: VecDeque::new(),
             knocking: Vec::new(),
         };

@@ -153,6 +153,8 @@ pub(super) struct Members {
     pub door: Arc<Door>,
     pub listeners: Listeners,
     pub next_connection: ConnectionId,
+    /// The last word is said: who closes now has heard it.
+    pub ending: bool,
     /// Events that came when nobody could react to them.
     pub put_off: VecDeque<Event>,
     /// Who wants to come back while his last connection still seems to stand, and until when it is
@@ -172,15 +174,6 @@ impl Members {
     /// Keeps an event for [`Members::next`].
     pub fn put_off(&mut self, event: Event) {
         self.put_off.push_back(event);
-    }
-
-    /// A client that closes after the last word has heard it.
-    pub fn forget_if_told(&mut self, peer: usize) {
-        if let Link::Down { fault: Fault::Control(ControlError::Closed), .. } =
-            &self.peers[peer].link
-        {
-            self.peers[peer].link = Link::Gone { why: String::new() };
-        }
     }
 
     /// What happens next, or [`Notice::Timeout`] at `until`.
@@ -350,6 +343,10 @@ impl Members {
 
     /// A client's connection is of no use any more. Whether the client may come back depends on why.
     fn break_off(&mut self, index: usize, fault: Fault) -> Notice {
+        if self.ending && matches!(fault, Fault::Control(ControlError::Closed)) {
+            self.peers[index].link = Link::Gone { why: fault.to_string() };
+            return Notice::Gone(index, fault);
+        }
         let returns = is_interruption(&fault) && !self.terms.reconnect.is_zero();
         let now = Instant::now();
         let peer = &mut self.peers[index];
