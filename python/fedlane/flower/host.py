@@ -12,6 +12,9 @@ import sys
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable
+from logging import INFO, WARNING
+
+from flwr.common import log
 
 from fedlane import pool
 from fedlane.handover import HandoverError, Line
@@ -56,13 +59,24 @@ class Host:
 
     def model(self, key: bytes, nbytes: int) -> tuple[bytes, Memory, int]:
         """Header, memory and position of the model on offer under ``key``."""
-        answer, fd, line = self._ask_server({"op": "model", "nbytes": nbytes}, key)
+        answer, fd, line = self._wait_for_model({"op": "model", "nbytes": nbytes}, key)
         position = answer["position"]
         if nbytes == 0:
             os.close(fd)
             return b64decode(answer["header"]), Memory.create(1), 0
         memory = Memory.adopt(fd, position + nbytes, _closer(line))
         return b64decode(answer["header"]), memory, position
+
+    def _wait_for_model(self, request: dict, key: bytes) -> tuple[dict, int, Line]:
+        began = time.monotonic()
+        answer, fd, line = self._ask_server(request, key)
+        if "wait" in answer:
+            log(WARNING, "fedlane: this client waits until others have ended: %s", answer["wait"])
+        while "wait" in answer:
+            answer, fd, line = self._ask_server(request, key, line)
+            if "wait" not in answer:
+                log(INFO, "fedlane: this client goes on after %.0f s", time.monotonic() - began)
+        return answer, fd, line
 
     def allocate(self, nbytes: int, *, spare: bool = False) -> Memory:
         """Warm memory for this process to write to; with ``spare``, only if there is plenty.

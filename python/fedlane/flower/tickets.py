@@ -24,6 +24,18 @@ MAX_UPDATES = 64
 _MODEL, _UPDATE = "fedlane.model", "fedlane.update"
 
 
+def refuse_own_names(content: RecordDict) -> None:
+    """Raises ValueError if an app uses a name that messages of this module have."""
+    for name, record in content.items():
+        if name == ORDER:
+            raise ValueError(f"fedlane needs the name {name!r} in messages: give your record another one")
+        taken = {_MODEL, _UPDATE} & set(record) if isinstance(record, ConfigRecord) else ()
+        for key in taken:
+            raise ValueError(
+                f"fedlane needs the key {key!r} in messages: give it another name in your record {name!r}"
+            )
+
+
 def new_key() -> bytes:
     """A secret of 32 random bytes."""
     return secrets.token_bytes(32)
