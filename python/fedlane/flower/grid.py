@@ -481,7 +481,7 @@ class FedlaneGrid(Grid):
         if self._mean is None or self._weigh is None:
             return
         try:
-            weighed = update and (update, self._weigh(reply))
+            weighed = (update, self._weigh(reply)) if update else None
         except (KeyError, TypeError, ValueError):
             weighed = None  # The strategy will say what is wrong with it.
         self._mean.answer(weighed, layout)
@@ -524,7 +524,8 @@ def copy_of(message: Message, content: RecordDict) -> Message:
 
 def answer_to(reply: Message, error: Error) -> Message:
     """The reply with an error in the place of its content."""
-    return Message(error=error, metadata=reply.metadata)
+    # Not among the ways that Flower's constructor declares, but one that it knows.
+    return Message(error=error, metadata=reply.metadata)  # type: ignore[call-overload]
 
 
 def addresses(settings: Settings, port: int) -> list[str]:

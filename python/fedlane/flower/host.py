@@ -76,6 +76,9 @@ class Host:
             answer, fd, line = self._ask_server(request, key, line)
             if "wait" not in answer:
                 log(INFO, "fedlane: this client goes on after %.0f s", time.monotonic() - began)
+        if fd is None:
+            line.close()
+            raise Unreachable("the model came without its memory")
         return answer, fd, line
 
     def allocate(self, nbytes: int, *, spare: bool = False) -> Memory:
@@ -89,6 +92,8 @@ class Host:
             raise MemoryError(f"no memory of {nbytes} bytes: {error}") from error
         try:
             _, fd = line.ask({"op": "memory", "nbytes": nbytes, "spare": spare})
+            if fd is None:
+                raise HandoverError("none came")
         except HandoverError as error:
             line.close()
             raise MemoryError(f"no memory of {nbytes} bytes: {error}") from error
