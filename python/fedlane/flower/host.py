@@ -13,6 +13,7 @@ import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable
 from logging import INFO, WARNING
+from pathlib import Path
 
 from flwr.common import log
 
@@ -173,9 +174,16 @@ def _start_pool() -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "fedlane.pool", str(supernode_pid())],
         stdin=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(import_path())},
         start_new_session=True,
         cwd="/",
     )
+
+
+def import_path() -> list[str]:
+    """Where another Python finds fedlane: Flower may have installed it for this run, where only it looks."""
+    own = str(Path(pool.__file__).parents[1])
+    return [own, *filter(None, [os.environ.get("PYTHONPATH")])]
 
 
 def supernode_pid() -> int:
