@@ -27,7 +27,8 @@ def run(flower: Deployment, mode: str, **config: object) -> tuple[dict, str]:
 
 
 def served_plainly(log: str) -> int:
-    return len(re.findall(r"fedlane: node \d+ is served Flower's own way", log))
+    """How many nodes were. On a busy host a round is long, and some are tried again in the next one."""
+    return len(set(re.findall(r"fedlane: node (\d+) is served Flower's own way", log)))
 
 
 @pytest.mark.parametrize("mode", ["streaming", pytest.param("any", marks=pytest.mark.long)])
