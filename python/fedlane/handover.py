@@ -116,12 +116,12 @@ Desk = Callable[[dict, int | None], Message]
 class Counter:
     """Listens under ``name`` and serves each connection on a thread of its own.
 
-    ``open_desk()`` makes the desk of a connection; a desk may have a ``close()``, which is called
-    when the connection ends. A desk's errors are answers; it owns the descriptor it was given,
+    ``open_desk()`` makes the desk of a connection, or None when nobody is left to serve it; a desk
+    may have a ``close()``, which is called when the connection ends. A desk's errors are answers; it owns the descriptor it was given,
     and the descriptor it returns stays its own.
     """
 
-    def __init__(self, name: str, open_desk: Callable[[], Desk]) -> None:
+    def __init__(self, name: str, open_desk: Callable[[], Desk | None]) -> None:
         self._open_desk = open_desk
         self._closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -149,7 +149,7 @@ class Counter:
     def _serve(self, line: Line) -> None:
         desk = self._open_desk()
         try:
-            while line.peer_uid() == os.getuid() and (message := line.receive()):
+            while desk and line.peer_uid() == os.getuid() and (message := line.receive()):
                 request, fd = message
                 try:
                     answer = desk(request, fd)

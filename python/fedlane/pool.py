@@ -22,6 +22,8 @@ from fedlane.handover import Counter, Message
 MODELS_KEPT = 2
 #: Free memory below which no model is kept for later, and no further client begins: bytes.
 RESERVE_BYTES = 1 << 30
+#: How long a client that may not begin yet waits before it is told why, in seconds.
+TOLD_AFTER_S = 5.0
 #: Free memory, beyond the reserve, above which nothing that is kept is in anybody's way: bytes.
 SPARE_BYTES = 16 << 30
 
@@ -130,19 +132,33 @@ class Pool:
                     del self._deposits[key]
             return len(self._deposits)
 
-    def admit(self, caller: str, nbytes: int) -> None:
-        """Lets a client begin; waits while memory is short and others can give some back."""
+    def admit(self, caller: str, nbytes: int) -> str:
+        """Lets a client begin, when memory is not short or no other could give some back.
+
+        Waits for that, but not for long: returns why the client must ask again, or nothing.
+        """
+        until = time.monotonic() + TOLD_AFTER_S
         with self._lock:
             while self._is_crowded(caller, nbytes):
+                if time.monotonic() > until:
+                    return (
+                        f"it needs {nbytes} bytes of memory; {self._available_bytes()} are free, less "
+                        f"{RESERVE_BYTES} that are kept free and {self._promised_bytes()} that are "
+                        f"promised to {len(self._promised)} clients of this host that run"
+                    )
                 self._lock.wait(timeout=0.2)
             self._promised.append((caller, nbytes))
+            return ""
 
     def _is_crowded(self, caller: str, nbytes: int) -> bool:
         if any(name == caller for name, _ in self._promised):
             return False  # Two that are in would wait for each other, with their second models.
-        others = [promised for _, promised in self._promised]
         # What others were let in for and may not have taken yet is not there.
-        return bool(others) and self._available_bytes() < nbytes + sum(others) + RESERVE_BYTES
+        needed_bytes = nbytes + self._promised_bytes() + RESERVE_BYTES
+        return bool(self._promised) and self._available_bytes() < needed_bytes
+
+    def _promised_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self._promised)
 
     def has_spare(self, nbytes: int) -> bool:
         """Whether a client can have so much memory that it does not need."""
@@ -212,7 +228,8 @@ class Desk:
         if self._promised is None:
             # The client will hold the model it trains and the update it makes.
             promised = request["name"], 2 * request["nbytes"]
-            self._pool.admit(*promised)
+            if why := self._pool.admit(*promised):
+                return {"wait": why}, None
             self._promised = promised
         model = self._pool.model(key, request["address"], request["name"], request["deadline_s"])
         self._parcel = model

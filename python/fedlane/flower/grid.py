@@ -1,6 +1,7 @@
 """The server's side: a `Grid` whose messages carry tickets instead of arrays."""
 
 import ipaddress
+import math
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +26,9 @@ from .streaming import StreamedMean
 _APP_FAILED = (1, 2, 8)
 #: Updates received at once: more would share the same cores and links.
 _COLLECTED_AT_ONCE = 4
+#: How long a node that could not be served is served Flower's own way: at first, and at most. It is
+#: doubled each time, because every try may cost the node its deadline.
+_FIRST_DETOUR_S, _LONGEST_DETOUR_S = 60.0, 1800.0
 #: Pauses between two looks for replies: the first, the longest, and the growth with waiting time.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _PAUSE_SHARE = 0.05, 1.0, 0.02
 
@@ -87,6 +91,16 @@ class Pending:
 
 
 @dataclass
+class Detour:
+    """A node that is served Flower's own way for a while."""
+
+    #: When it is tried again, as `time.monotonic` counts.
+    until_s: float
+    #: How long it lasts, in seconds.
+    lasts_s: float
+
+
+@dataclass
 class Held:
     """An update that waits at its client."""
 
@@ -125,7 +139,7 @@ class FedlaneGrid(Grid):
         self._pending: dict[str, Pending] = {}
         #: Message ids as the app knows them, of messages that were sent a second time.
         self._repeated: dict[str, str] = {}
-        self._plain_nodes: set[int] = set()
+        self._detours: dict[int, Detour] = {}
         self._held_messages: list[Message] = []
         self._held: dict[int, Held] = {}
         self._weigh: Callable[[Message], float] | None = None
@@ -305,10 +319,11 @@ class FedlaneGrid(Grid):
         return self._server.take(record)
 
     def _prepare(self, message: Message) -> Pending:
-        """The message with tickets, unless it has no arrays or its node knows none."""
-        records = tickets.array_records(message.content)
-        if message.metadata.dst_node_id in self._plain_nodes:
+        """The message with tickets, unless its node is served Flower's own way."""
+        tickets.refuse_own_names(message.content)
+        if self._is_on_detour(message.metadata.dst_node_id):
             return Pending(message, message, None)
+        records = tickets.array_records(message.content)
         replaced: dict[str, object] = {}
         models = set()
         for name, record in records.items():
@@ -337,8 +352,11 @@ class FedlaneGrid(Grid):
             pending = self._pending.pop(answered, None)
             first = asked.get(answered, answered)
             if pending is not None and (reason := self._wants_plain(reply, pending)):
+                self._begin_detour(reply)
                 self._send_plain(first, pending, reason)
                 continue
+            if pending is not None and pending.models and not reply.has_error():
+                self._detours.pop(reply.metadata.src_node_id, None)
             self._repeated.pop(first, None)
             reply.metadata.__dict__["_reply_to_message_id"] = first
             came.append((reply, pending))
@@ -364,16 +382,36 @@ class FedlaneGrid(Grid):
         self._forget(pending)
         if pending.held and self._mean is not None:
             self._mean.answer(None)
+        lasts_s = self._detours[node].lasts_s
+        how_long = "for the rest of the run" if lasts_s == math.inf else f"for {lasts_s:.0f} s"
         self._warn_or_raise(
-            f"node {node} is served Flower's own way: {reason}. Has its ClientApp "
+            f"node {node} is served Flower's own way {how_long}: {reason}. Has its ClientApp "
             f"mods=[fedlane_mod], and can it reach {' or '.join(self._addresses)}?"
         )
-        self._plain_nodes.add(node)
         again = copy_of(pending.message, pending.message.content)
         for new_id in self._grid.push_messages([again]):
             if new_id is not None:
                 self._pending[new_id] = Pending(pending.message, again, None)
                 self._repeated[message_id] = new_id
+
+    def _is_on_detour(self, node: int) -> bool:
+        detour = self._detours.get(node)
+        return detour is not None and time.monotonic() < detour.until_s
+
+    def _begin_detour(self, reply: Message) -> None:
+        """Has the node of a reply served Flower's own way for a while."""
+        node = reply.metadata.src_node_id
+        last = self._detours.get(node)
+        if not reply.has_error() and not tickets.has_word(reply.content):
+            # The app runs without the mod, and is the same in the whole run.
+            lasts_s = math.inf
+        elif last is None:
+            lasts_s = _FIRST_DETOUR_S
+        elif self._is_on_detour(node):
+            return  # This reply is to a message from before.
+        else:
+            lasts_s = min(2 * last.lasts_s, _LONGEST_DETOUR_S)
+        self._detours[node] = Detour(time.monotonic() + lasts_s, lasts_s)
 
     def _warn_or_raise(self, text: str) -> None:
         if self._settings.required:
@@ -443,7 +481,7 @@ class FedlaneGrid(Grid):
         if self._mean is None or self._weigh is None:
             return
         try:
-            weighed = update and (update, self._weigh(reply))
+            weighed = (update, self._weigh(reply)) if update else None
         except (KeyError, TypeError, ValueError):
             weighed = None  # The strategy will say what is wrong with it.
         self._mean.answer(weighed, layout)
@@ -486,7 +524,8 @@ def copy_of(message: Message, content: RecordDict) -> Message:
 
 def answer_to(reply: Message, error: Error) -> Message:
     """The reply with an error in the place of its content."""
-    return Message(error=error, metadata=reply.metadata)
+    # Not among the ways that Flower's constructor declares, but one that it knows.
+    return Message(error=error, metadata=reply.metadata)  # type: ignore[call-overload]
 
 
 def addresses(settings: Settings, port: int) -> list[str]:

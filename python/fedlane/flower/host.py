@@ -12,6 +12,10 @@ import sys
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable
+from logging import INFO, WARNING
+from pathlib import Path
+
+from flwr.common import log
 
 from fedlane import pool
 from fedlane.handover import HandoverError, Line
@@ -56,13 +60,27 @@ class Host:
 
     def model(self, key: bytes, nbytes: int) -> tuple[bytes, Memory, int]:
         """Header, memory and position of the model on offer under ``key``."""
-        answer, fd, line = self._ask_server({"op": "model", "nbytes": nbytes}, key)
+        answer, fd, line = self._wait_for_model({"op": "model", "nbytes": nbytes}, key)
         position = answer["position"]
         if nbytes == 0:
             os.close(fd)
             return b64decode(answer["header"]), Memory.create(1), 0
         memory = Memory.adopt(fd, position + nbytes, _closer(line))
         return b64decode(answer["header"]), memory, position
+
+    def _wait_for_model(self, request: dict, key: bytes) -> tuple[dict, int, Line]:
+        began = time.monotonic()
+        answer, fd, line = self._ask_server(request, key)
+        if "wait" in answer:
+            log(WARNING, "fedlane: this client waits until others have ended: %s", answer["wait"])
+        while "wait" in answer:
+            answer, fd, line = self._ask_server(request, key, line)
+            if "wait" not in answer:
+                log(INFO, "fedlane: this client goes on after %.0f s", time.monotonic() - began)
+        if fd is None:
+            line.close()
+            raise Unreachable("the model came without its memory")
+        return answer, fd, line
 
     def allocate(self, nbytes: int, *, spare: bool = False) -> Memory:
         """Warm memory for this process to write to; with ``spare``, only if there is plenty.
@@ -75,6 +93,8 @@ class Host:
             raise MemoryError(f"no memory of {nbytes} bytes: {error}") from error
         try:
             _, fd = line.ask({"op": "memory", "nbytes": nbytes, "spare": spare})
+            if fd is None:
+                raise HandoverError("none came")
         except HandoverError as error:
             line.close()
             raise MemoryError(f"no memory of {nbytes} bytes: {error}") from error
@@ -154,9 +174,16 @@ def _start_pool() -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "fedlane.pool", str(supernode_pid())],
         stdin=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(import_path())},
         start_new_session=True,
         cwd="/",
     )
+
+
+def import_path() -> list[str]:
+    """Where another Python finds fedlane: Flower may have installed it for this run, where only it looks."""
+    own = str(Path(pool.__file__).parents[1])
+    return [own, *filter(None, [os.environ.get("PYTHONPATH")])]
 
 
 def supernode_pid() -> int:

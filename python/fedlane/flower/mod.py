@@ -16,7 +16,7 @@ def fedlane_mod(message: Message, context: Context, call_next) -> Message:
 
     Takes the models that the message has tickets for before the app runs, and leaves the arrays
     of its reply with this host's pool, where the server takes them. A message without tickets
-    passes through untouched.
+    passes through untouched. Raises ValueError if the reply has a record named "fedlane".
     """
     order = tickets.Order.of(message.content)
     if order is None:
@@ -77,6 +77,7 @@ def unpacked(content: RecordDict, host: Host) -> RecordDict:
 
 def packed(content: RecordDict, order: tickets.Order, host: Host) -> RecordDict:
     """The content with tickets in the place of its arrays, which wait for the server."""
+    tickets.refuse_own_names(content)
     records: dict[str, object] = {}
     for name, record in tickets.array_records(content).items():
         number = len(records)

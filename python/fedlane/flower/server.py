@@ -28,7 +28,7 @@ class Offer:
     """A model that clients may fetch, and the record that it was made from."""
 
     record: ArrayRecord
-    contents: list[object]
+    contents: list[tuple[str, object]]
     key: bytes
     parcel: _core.Parcel
 
@@ -61,7 +61,7 @@ class Server:
             self.local_name = f"fedlane-server-{os.getpid()}-{secrets.token_hex(16)}"
             # Not kept by those who serve it: a notebook runs one simulation after the other.
             itself = weakref.ref(self)
-            counter = Counter(self.local_name, lambda: Desk(itself()))
+            counter = Counter(self.local_name, lambda: Desk(server) if (server := itself()) else None)
             weakref.finalize(self, counter.close)
 
     def warm(self, replies: int) -> None:
@@ -141,10 +141,9 @@ class Server:
 
         Raises `fedlane.PeerError` with the ``key`` of the update that cannot be had.
         """
-        local = [self._local.get(key) for key, _ in updates]
-        if all(local):
-            weighed = [(parcel, weight) for parcel, (_, weight) in zip(local, updates, strict=True)]
-            return record_of(_core.average(weighed, self.exchange.pool))
+        local = [(parcel, weight) for key, weight in updates if (parcel := self._local.get(key))]
+        if len(local) == len(updates):
+            return record_of(_core.average(local, self.exchange.pool))
         deposits = self._deposits(updates)
         mean = record_of(self._insist(lambda: self.exchange.average(updates, self.patience_s)))
         del deposits

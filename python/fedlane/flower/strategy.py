@@ -7,6 +7,7 @@ was delivered and its update came whole.
 
 from collections.abc import Iterable
 from logging import WARNING
+from typing import cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.common import log
@@ -66,7 +67,8 @@ class FedAvg(strategy.FedAvg):
 
     def _weight(self, reply: Message) -> float:
         (metrics,) = reply.content.metric_records.values()
-        return float(metrics[self.weighted_by_key])
+        # Flower checks that it is one number.
+        return float(cast(float, metrics[self.weighted_by_key]))
 
 
 class FedProx(strategy.FedProx, FedAvg):

@@ -24,6 +24,18 @@ MAX_UPDATES = 64
 _MODEL, _UPDATE = "fedlane.model", "fedlane.update"
 
 
+def refuse_own_names(content: RecordDict) -> None:
+    """Raises ValueError if an app uses a name that messages of this module have."""
+    for name, record in content.items():
+        if name == ORDER:
+            raise ValueError(f"fedlane needs the name {name!r} in messages: give your record another one")
+        taken = {_MODEL, _UPDATE} & set(record) if isinstance(record, ConfigRecord) else ()
+        for key in taken:
+            raise ValueError(
+                f"fedlane needs the key {key!r} in messages: give it another name in your record {name!r}"
+            )
+
+
 def new_key() -> bytes:
     """A secret of 32 random bytes."""
     return secrets.token_bytes(32)
@@ -70,9 +82,9 @@ class Order:
         record = content.get(ORDER)
         if not isinstance(record, ConfigRecord) or record.get("version") != VERSION:
             return None
-        return cls(
-            list(record["addresses"]), record["local"], record["key"], record["deadline-s"]
-        )
+        # It is the same version's: these are the types of `record` above.
+        values: dict[str, Any] = dict(record)
+        return cls(values["addresses"], values["local"], values["key"], values["deadline-s"])
 
 
 def model_ticket(key: bytes, nbytes: int) -> ConfigRecord:
@@ -82,9 +94,10 @@ def model_ticket(key: bytes, nbytes: int) -> ConfigRecord:
 
 def read_model_ticket(record: object) -> tuple[bytes, int] | None:
     """Secret and size of the model that ``record`` stands for."""
-    if isinstance(record, ConfigRecord) and _MODEL in record:
-        return record[_MODEL], record["nbytes"]
-    return None
+    if not isinstance(record, ConfigRecord) or _MODEL not in record:
+        return None
+    values: dict[str, Any] = dict(record)
+    return values[_MODEL], values["nbytes"]
 
 
 def update_ticket(number: int) -> ConfigRecord:

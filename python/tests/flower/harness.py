@@ -44,8 +44,10 @@ ROLES = {
     "flwr-clientapp": "clientapp",
     "flwr": "cli",
 }
+#: On a busy host, FEDLANE_TEST_PATIENCE=3 makes every limit of time three times as long.
+PATIENCE = float(os.environ.get("FEDLANE_TEST_PATIENCE", "1"))
 START_S = 60.0
-STOP_S = 15.0
+STOP_S = 15.0 * PATIENCE
 
 
 class DeploymentError(Exception):
@@ -100,8 +102,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_until(true: Callable[[], bool], timeout_s: float, every_s: float = 0.05) -> bool:
-    """Waits until true() is; False when it was not in time."""
-    end = time.monotonic() + timeout_s
+    """Waits until true() is; False when it was not in time, which is PATIENCE times timeout_s."""
+    end = time.monotonic() + timeout_s * PATIENCE
     while not true():
         if time.monotonic() > end:
             return False
@@ -319,7 +321,7 @@ class Deployment:
         """Runs the command `flwr` and returns what it prints as JSON."""
         words = [str(BIN / "flwr"), *arguments, "test", "--format", "json"]
         done = subprocess.run(words, env=self.env, cwd=self.folder, stdin=subprocess.DEVNULL,
-                              capture_output=True, text=True, timeout=120)
+                              capture_output=True, text=True, timeout=120 * PATIENCE)
         try:
             answer = json.loads(done.stdout[done.stdout.index("{"):])
         except ValueError:
@@ -381,7 +383,7 @@ class Deployment:
                 process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 pass
-        wait_until(lambda: not self.processes(), max(0.0, end - time.monotonic()))
+        wait_until(lambda: not self.processes(), max(0.0, end - time.monotonic()) / PATIENCE)
         self.leftovers = self.processes()
         self._kill_all()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import finished
-from harness import APPS, Deployment, wait_until
+from harness import APPS, PATIENCE, Deployment, wait_until
 from proxy import BlackHole, Proxy
 from test_faults import assert_mean_of_counted, counted, switches
 
@@ -27,7 +27,8 @@ def run(flower: Deployment, mode: str, **config: object) -> tuple[dict, str]:
 
 
 def served_plainly(log: str) -> int:
-    return len(re.findall(r"fedlane: node \d+ is served Flower's own way", log))
+    """How many nodes were. On a busy host a round is long, and some are tried again in the next one."""
+    return len(set(re.findall(r"fedlane: node (\d+) is served Flower's own way", log)))
 
 
 @pytest.mark.parametrize("mode", ["streaming", pytest.param("any", marks=pytest.mark.long)])
@@ -66,14 +67,15 @@ def test_nobody_listens(flower, mode):
 def test_nobody_answers(flower, mode):
     """Four clients of one host wait for the same port, but not one after the other."""
     with BlackHole() as hole:
-        config = {"fedlane.advertise": hole.address, "fedlane.deadline-s": 20.0, "timeout-s": 200.0}
+        config = {"fedlane.advertise": hole.address, "fedlane.deadline-s": 20.0, "timeout-s": 200.0 * PATIENCE}
         result, log = run(flower, mode, **config)
     assert counted(result) == [[0, 1, 2, 3]] * 2
     assert_mean_of_counted(result)
     assert served_plainly(log) == 4
     first, second = (each["seconds"] for each in result["rounds"])
-    assert 20 < first < 60
-    assert second < 20
+    assert 20 < first < 60 * PATIENCE
+    # Not asked again so soon: that would cost 20 s too.
+    assert second < 20 * PATIENCE
 
 
 def test_required(flower):

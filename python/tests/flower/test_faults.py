@@ -3,10 +3,11 @@
 import pytest
 from compare import assert_through_fedlane
 from conftest import finished
-from harness import APPS, Deployment, Process, wait_until
+from harness import APPS, PATIENCE, Deployment, Process, wait_until
 
 # Flower takes a minute to notice a process that was killed, so rounds with one end by their deadline.
-ROUND_S = 15.0
+ROUND_S = 15.0 * PATIENCE
+UPLOAD_ROUND_S = {"plain": 60.0 * PATIENCE, "any": 20.0 * PATIENCE, "streaming": 20.0 * PATIENCE}
 UPLOAD_ELEMENTS = 30_000_000
 
 
@@ -85,7 +86,7 @@ def test_a_clientapp_killed_in_training(mode):
 @pytest.mark.parametrize("fault", ["kill-upload", "kill-node"])
 def test_killed_while_the_reply_is_on_its_way(mode, fault):
     """Whether the reply still came is up to the clock; who is counted must agree with it. See test_upload.py."""
-    result = broken(fault, mode, rounds=1, elements=UPLOAD_ELEMENTS, **{"timeout-s": 60.0 if mode == "plain" else 20.0})
+    result = broken(fault, mode, rounds=1, elements=UPLOAD_ELEMENTS, **{"timeout-s": UPLOAD_ROUND_S[mode]})
     assert counted(result)[0] in ([0, 2], [0, 1, 2])
     assert result["elements"] == UPLOAD_ELEMENTS
     assert_mean_of_counted(result)

@@ -12,7 +12,7 @@ pytest.importorskip("fedlane.flower")
 from fedlane import ModelError, PeerError, _core
 from fedlane.flower import FedAvg, FedlaneGrid
 from fedlane.flower.headers import layout_of
-from fedlane.handover import Counter, Line
+from fedlane.handover import Counter, HandoverError, Line
 
 
 @pytest.fixture
@@ -95,4 +95,12 @@ def test_another_users_process_is_not_spoken_to(monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(PermissionError):
         Line.connect(name, 5.0)
+    counter.close()
+
+
+def test_who_comes_when_nobody_is_left_hears_so():
+    name = f"fedlane-test-left-{os.getpid()}"
+    counter = Counter(name, lambda: None)
+    with pytest.raises(HandoverError, match="gone"):
+        Line.connect(name, 5.0).ask({})
     counter.close()

@@ -1,5 +1,8 @@
 """Models on offer, and how a host's pool takes them: without Flower's processes."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -10,6 +13,7 @@ from harness import wait_until
 pytest.importorskip("fedlane.flower")
 
 from fedlane import FedlaneError, _core
+from fedlane.flower.host import import_path
 from fedlane.flower.server import Server
 from fedlane.pool import Pool
 
@@ -72,3 +76,11 @@ def test_all_who_wait_for_a_model_hear_of_its_failure(monkeypatch):
     assert len(asked) == 1
     ask()
     assert len(asked) == 2, "who comes later tries again"
+
+
+def test_a_pool_finds_fedlane_wherever_it_was_imported_from():
+    """Flower may have installed it for one run, in a folder that no other Python knows."""
+    env = {"PYTHONPATH": os.pathsep.join(import_path())}
+    alone = [sys.executable, "-S", "-c", "import fedlane.pool"]
+    assert subprocess.run(alone, env=env, capture_output=True).returncode == 0
+    assert subprocess.run(alone, env={}, capture_output=True).returncode != 0

@@ -5,7 +5,7 @@ The uploads pass a slow proxy, so that the test knows when they run. Each SuperN
 
 import pytest
 from conftest import finished
-from harness import APPS, Deployment, wait_until
+from harness import APPS, PATIENCE, Deployment, wait_until
 from proxy import Proxy
 from test_faults import assert_mean_of_counted, counted, pools, switches
 
@@ -51,7 +51,7 @@ def test_a_pool_killed_in_mid_upload(mode):
 @pytest.mark.long
 def test_a_supernode_killed_in_mid_upload(mode):
     """Its pool lives until the update is taken; who counts is whose reply Flower delivered."""
-    result = killed(mode, lambda flower: [flower.supernodes[1]], **{"timeout-s": 30.0})
+    result = killed(mode, lambda flower: [flower.supernodes[1]], **{"timeout-s": 30.0 * PATIENCE})
     assert counted(result) in ([[0, 2]], [[0, 1, 2]])
     if mode == "streaming":
         assert counted(result) == [[0, 1, 2]]
@@ -62,7 +62,8 @@ def test_a_supernode_killed_in_mid_upload(mode):
 @pytest.mark.long
 def test_a_clientapp_killed_in_mid_upload(mode):
     """The update is the pool's, not the ClientApp's."""
-    result = killed(mode, lambda flower: flower.clientapps(flower.supernodes[1]), fault="linger", **{"timeout-s": 90.0})
+    config = {"fault": "linger", "timeout-s": 90.0 * PATIENCE}
+    result = killed(mode, lambda flower: flower.clientapps(flower.supernodes[1]), **config)
     assert counted(result) == [[0, 1, 2]]
     assert_mean_of_counted(result)
 
