@@ -29,7 +29,7 @@ use crate::sys::process;
 use crate::wire::hello::{Place, Secret, SessionId, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
-use door::{Door, Visit};
+use door::{Door, Reception, Visit};
 pub(crate) use gather::refuse;
 
 /// What happens to the updates.
@@ -73,6 +73,10 @@ pub struct AggregatorConfig {
     pub send_path: Option<SendKind>,
     /// Congestion control of the data channels.
     pub congestion: Congestion,
+    /// What clients must know to be let in; [`Secret::OPEN`] lets in everyone.
+    pub secret: Secret,
+    /// Whether everyone may join also from other hosts.
+    pub insecure: bool,
 }
 
 impl Default for AggregatorConfig {
@@ -88,6 +92,8 @@ impl Default for AggregatorConfig {
             receive_path: ReceiveKind::default(),
             send_path: None,
             congestion: Congestion::Auto,
+            secret: Secret::OPEN,
+            insecure: false,
         }
     }
 }
@@ -130,10 +136,6 @@ pub(crate) struct Joined {
     pub examples: f64,
     pub header: Vec<u8>,
     pub place: Place,
-    /// What the place is reached with.
-    pub secret: Secret,
-    /// What it sent, in its frame.
-    pub frame: Vec<u8>,
     /// Clients are ordered by rank, and those of one rank by name.
     pub rank: usize,
 }
@@ -173,17 +175,19 @@ impl Aggregator {
         let listen = |source| AggregatorError::Listen { address: address.to_string(), source };
         let listener = control::listen(&address, &config.congestion).map_err(listen)?;
         let bound = listener.local_addr().map_err(listen)?;
+        refuse_open(&config, bound)?;
         let (sender, events) = std::sync::mpsc::channel();
         let joined = sender.clone();
-        let welcome = Box::new(move |visit| match visit {
-            // Nobody listens any more when the session has ended; the socket then closes.
-            Visit::Join(client) if client.place == Secret::OPEN.place() => {
-                drop(joined.send(Event::Joined(client)));
-            }
-            Visit::Join(client) => refuse(&client.channel, "there is no such place here"),
-            Visit::Call { channel, .. } => refuse(&channel, "there is no such place here"),
-        });
-        let door = Door::open(listener, config.congestion.clone(), welcome).map_err(listen)?;
+        let secret = config.secret;
+        let reception = Reception {
+            secret: Box::new(move |place| (*place == secret.place()).then_some(secret)),
+            welcome: Box::new(move |visit| match visit {
+                // Nobody listens any more when the session has ended; the socket then closes.
+                Visit::Join(client) => drop(joined.send(Event::Joined(client))),
+                Visit::Call { channel, .. } => refuse(&channel, "there is no such place here"),
+            }),
+        };
+        let door = Door::open(listener, config.congestion.clone(), reception).map_err(listen)?;
         let (door, pool) = (Arc::new(door), Arc::default());
         Ok(Aggregator { config, address: bound, door, pool, ready: false, events, sender })
     }
@@ -248,6 +252,16 @@ fn check(config: &AggregatorConfig) -> Result<(), AggregatorError> {
     within("chunk bytes", config.chunk_bytes, limits::MIN_CHUNK_BYTES, limits::MAX_CHUNK_BYTES)?;
     let deadline_ms = config.deadline.as_millis().min(u64::MAX.into()) as u64;
     within("deadline in ms", deadline_ms, limits::MIN_DEADLINE_MS, limits::MAX_DEADLINE_MS)
+}
+
+/// Lets nobody in by oversight: behind a door that is open to all there must be nothing but this host,
+/// unless somebody says so.
+fn refuse_open(config: &AggregatorConfig, bound: SocketAddr) -> Result<(), AggregatorError> {
+    let is_open = config.secret == Secret::OPEN && !config.insecure;
+    match is_open && !bound.ip().to_canonical().is_loopback() {
+        true => Err(AggregatorError::Open { address: bound }),
+        false => Ok(()),
+    }
 }
 
 /// Makes room for the connections of all clients, or says now that there is none: later, clients

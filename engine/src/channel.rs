@@ -1,29 +1,57 @@
 //! A data channel: a connection that carries nothing but payload, in both directions.
 
 use std::io;
-use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Instant;
 
-use crate::error::TransferError;
+use crate::error::{ControlError, TransferError};
+use crate::link::Link;
 use crate::paths::{ReceiveKind, SendKind};
 use crate::receiver::{Lands, ReceivePath};
 use crate::sender::{Needs, SendPath};
 use crate::sys::socket;
+use crate::wire::hello::{Answer, Channel, DataAnswer, DataHello, Preamble, Ticket};
 
 /// A connected data channel.
 #[derive(Debug)]
 pub struct DataChannel {
-    socket: TcpStream,
+    link: Link,
+}
+
+/// Opens a data channel with a hello made by `key`, whose answer must be here at `until`; or says what
+/// the aggregator answered instead.
+///
+/// # Errors
+/// A peer that speaks another protocol, or admits the stream and does not have the key.
+pub fn open(
+    link: Link,
+    hello: &DataHello,
+    key: &Ticket,
+    until: Instant,
+) -> Result<Result<DataChannel, Answer>, ControlError> {
+    link.write_fixed(&Preamble::new(Channel::Data))?;
+    link.write_fixed(hello)?;
+    // A peer of another version answers with its preamble alone.
+    let preamble: Preamble = link.read_fixed(until)?;
+    match preamble.answer_on(Channel::Data)? {
+        Answer::Admitted => {}
+        answer => return Ok(Err(answer)),
+    }
+    let answer = DataAnswer::admitted(link.read_fixed(until)?);
+    match answer.is_of(hello, key) {
+        true => Ok(Ok(DataChannel::new(link)?)),
+        false => Err(ControlError::Stranger),
+    }
 }
 
 impl DataChannel {
-    /// Takes over a socket behind its hello and answer.
+    /// Takes over a connection behind its hello and answer.
     ///
     /// # Errors
     /// A socket that cannot be made non-blocking.
-    pub fn new(socket: TcpStream) -> io::Result<DataChannel> {
-        socket.set_nonblocking(true)?;
-        Ok(DataChannel { socket })
+    pub fn new(link: Link) -> io::Result<DataChannel> {
+        link.socket().set_nonblocking(true)?;
+        Ok(DataChannel { link })
     }
 
     /// Opens the receive path `kind` for this channel.
@@ -48,19 +76,19 @@ impl DataChannel {
 
     /// Wakes a reader only when so many bytes wait.
     pub fn set_receive_low_water(&self, bytes: usize) -> io::Result<()> {
-        socket::set_receive_low_water(self.socket.as_fd(), bytes)
+        socket::set_receive_low_water(self.link.as_fd(), bytes)
     }
 
     /// Bytes that were sent and that the peer's kernel has not confirmed yet; 0 where that is not
     /// known.
     pub fn unacknowledged_bytes(&self) -> u64 {
-        socket::unacknowledged_bytes(self.socket.as_fd()).unwrap_or(0)
+        socket::unacknowledged_bytes(self.link.as_fd()).unwrap_or(0)
     }
 
     /// Fails if more bytes came than were agreed: they would be taken for the beginning of the next
     /// model.
     pub fn refuse_more(&self) -> Result<(), TransferError> {
-        match self.socket.peek(&mut [0]) {
+        match self.link.socket().peek(&mut [0]) {
             Ok(1..) => Err(TransferError::TooMuch),
             // A channel that has ended is found by whoever uses it next.
             _ => Ok(()),
@@ -69,13 +97,12 @@ impl DataChannel {
 
     /// Ends the channel in both directions.
     pub fn shut_down(&self) {
-        // Fails only on a socket that the peer has ended already.
-        let _ = self.socket.shutdown(Shutdown::Both);
+        self.link.shut_down();
     }
 }
 
 impl AsFd for DataChannel {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+        self.link.as_fd()
     }
 }

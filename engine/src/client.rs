@@ -2,7 +2,7 @@
 //! model.
 
 use std::collections::VecDeque;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -10,13 +10,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::channel::DataChannel;
+use crate::channel::{self, DataChannel};
 use crate::control::{self, Congestion, ControlChannel, Heartbeat, Reader, Writer, printable};
 use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError};
 use crate::lane::receive::{ChunkBuffers, Incoming, Order, Shared, receive};
 use crate::lane::send::{Announce, Outgoing, send};
 use crate::lane::start_lane;
 use crate::limits;
+use crate::link::Link;
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::{Meter, Phase};
 use crate::paths::{ReceiveKind, SendKind};
@@ -29,8 +30,7 @@ use crate::sink::region::{Part, RegionSink};
 use crate::source::Source;
 use crate::sums::SumTable;
 use crate::wire::checksum::model_digest;
-use crate::wire::frame;
-use crate::wire::hello::{Answer, Channel, DataHello, Preamble, Secret, Ticket, bind_ticket};
+use crate::wire::hello::{DataHello, Secret, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
 
 /// How a client works.
@@ -137,6 +137,8 @@ pub struct Canceller(Arc<Mutex<CancelState>>);
 struct CancelState {
     cancelled: bool,
     answered: bool,
+    /// Of a connection that has no writer yet.
+    socket: Option<TcpStream>,
     /// Weak, so that it ends with its client.
     writer: Weak<Writer>,
 }
@@ -147,6 +149,10 @@ impl Canceller {
     pub fn cancel(&self, reason: &str) {
         let mut state = self.state();
         state.cancelled = true;
+        if let Some(socket) = state.socket.take() {
+            // Fails only on a socket that the peer has ended already.
+            let _ = socket.shutdown(Shutdown::Both);
+        }
         if let Some(writer) = state.writer.upgrade() {
             // An aggregator that is gone need not hear it.
             let _ = writer.send_if_idle(&ClientMessage::Failed { reason: printable(reason) });
@@ -163,8 +169,18 @@ impl Canceller {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn watch_socket(&self, socket: &TcpStream) -> Result<(), ClientError> {
+        let mut state = self.state();
+        if state.cancelled {
+            return Err(ClientError::Cancelled);
+        }
+        state.socket = Some(socket.try_clone()?);
+        Ok(())
+    }
+
     fn watch(&self, writer: &Arc<Writer>) -> Result<(), ClientError> {
         let mut state = self.state();
+        state.socket = None;
         if state.cancelled {
             return Err(ClientError::Cancelled);
         }
@@ -219,16 +235,17 @@ impl Client {
         canceller: &Canceller,
     ) -> Result<Client, ClientError> {
         let dialled = control::dial(&address, &config.congestion, config.deadline);
-        let mut socket =
+        let socket =
             dialled.map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
         // Who ends the connection at once leaves it without an address.
         let address = socket
             .peer_addr()
             .map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
         let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
-        control::write_fixed(&mut socket, &Preamble::new(Channel::Control))
-            .map_err(|error| at(error.into()))?;
-        let ControlChannel { mut reader, writer } = ControlChannel::new(socket, config.deadline)?;
+        canceller.watch_socket(&socket)?;
+        let opened = ControlChannel::open(Link::plain(socket), &config.secret, config.deadline);
+        let ControlChannel { mut reader, writer, binding } =
+            opened.map_err(|error| not_let_in(error, &config.secret, address))?;
         canceller.watch(&writer)?;
         let join = ClientMessage::Join {
             name: config.name.clone(),
@@ -237,9 +254,6 @@ impl Client {
             place: config.secret.place(),
         };
         writer.send(&join).map_err(at)?;
-        let join_frame = frame::encode(&join).map_err(|error| at(error.into()))?;
-        let answer: Preamble = reader.read_fixed().map_err(at)?;
-        answer.channel().map_err(|error| at(error.into()))?;
         canceller.state().answered = true;
 
         let beat = |deadline| {
@@ -249,7 +263,7 @@ impl Client {
         // The plan says the aggregator's deadline; until then it may be any.
         let early = beat(limits::MIN_DEADLINE)?;
         let plan = await_plan(&mut reader, address)?;
-        let key = bind_ticket(&plan.ticket, &config.secret, &join_frame);
+        let key = binding.key(&plan.ticket);
         let manifest = match manifest {
             Some(manifest) => manifest.clone(),
             None => Manifest::from_header(&plan.header).map_err(|error| ClientError::Plan {
@@ -652,6 +666,16 @@ impl Drop for Client {
     }
 }
 
+/// Why an aggregator did not let a client in that has this secret.
+fn not_let_in(error: ControlError, secret: &Secret, address: SocketAddr) -> ClientError {
+    let address = address.to_string();
+    match error {
+        ControlError::NoPlace if *secret == Secret::OPEN => ClientError::SecretWanted { address },
+        ControlError::NoPlace => ClientError::NotWanted { address },
+        error => ClientError::Control { address, error },
+    }
+}
+
 /// The plan comes when the last client has joined; until then only signs of life do.
 fn await_plan(reader: &mut Reader, address: SocketAddr) -> Result<Plan, ClientError> {
     let address = address.to_string();
@@ -739,23 +763,15 @@ fn open_stream(
 ) -> Result<DataChannel, ClientError> {
     let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
     let deadline = Duration::from_millis(plan.deadline_ms);
-    let mut socket = control::dial(address, &config.congestion, deadline)
+    let socket = control::dial(address, &config.congestion, deadline)
         .map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
-    socket.set_read_timeout(Some(deadline))?;
+    let until = Instant::now() + deadline;
+    socket.set_write_timeout(Some(deadline))?;
     let hello = DataHello::new(plan.session, plan.client, stream, key);
-    control::write_fixed(&mut socket, &Preamble::new(Channel::Data))
-        .and_then(|()| control::write_fixed(&mut socket, &hello))
-        .map_err(|error| at(error.into()))?;
-    let answer: Preamble = control::read_fixed(&mut socket).map_err(at)?;
-    answer.channel().map_err(|error| at(error.into()))?;
-    match answer.answer().map_err(|error| at(error.into()))? {
-        Answer::Admitted => {}
-        answer => {
-            let (address, answer) = (address.to_string(), answer.text());
-            return Err(ClientError::Refused { address, stream, answer });
-        }
-    }
-    Ok(DataChannel::new(socket)?)
+    channel::open(Link::plain(socket), &hello, key, until).map_err(at)?.map_err(|answer| {
+        let (address, answer) = (address.to_string(), answer.text());
+        ClientError::Refused { address, stream, answer }
+    })
 }
 
 fn sums_message(stream: usize) -> impl Fn(Vec<crate::wire::message::WireSum>) -> ClientMessage {

@@ -17,6 +17,7 @@ pub mod error;
 pub mod exchange;
 pub mod lane;
 pub mod limits;
+pub mod link;
 pub mod manifest;
 pub mod meter;
 pub mod paths;

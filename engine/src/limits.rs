@@ -104,8 +104,11 @@ pub const MAX_STREAMS: usize = 64;
 /// Most rounds of one session.
 pub const MAX_ROUNDS: u32 = 1_000_000;
 
-/// How long a visitor may take to say who it is.
+/// How long a visitor may take to say who it is, all its bytes together.
 pub const HANDSHAKE: Duration = Duration::from_secs(10);
+
+/// Bytes a second of a first message that is longer than a handshake: 1 Mbit/s.
+pub const SLOWEST_LINK_BYTES_S: u64 = 125_000;
 
 /// Visitors that may be about to say who they are, at once.
 pub const MAX_VISITORS: usize = 256;

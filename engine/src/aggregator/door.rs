@@ -8,26 +8,59 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Event, Joined};
 use crate::channel::DataChannel;
 use crate::control::{self, Congestion, ControlChannel, printable};
 use crate::error::{ControlError, DoorError};
 use crate::limits;
-use crate::wire::frame;
-use crate::wire::hello::{Answer, Channel, DataHello, Place, Preamble, Secret, SessionId, Ticket};
+use crate::link::Link;
+use crate::wire::hello::{
+    Answer, Channel, DataAnswer, DataHello, Place, Preamble, Secret, SessionId, Ticket,
+};
 use crate::wire::message::ClientMessage;
 
 /// Who may open data channels of a session, which streams are open already, and who wants to know.
 pub(crate) struct Tickets {
     pub streams: u32,
+    /// The key of each client's hellos, and which of its streams are open.
     pub clients: HashMap<u32, (Ticket, Vec<bool>)>,
     pub events: Sender<Event>,
+    pub expiry: Expiry,
 }
 
-/// Takes everyone who has said what he comes for.
-pub(crate) type Welcome = Box<dyn Fn(Visit) + Send + Sync>;
+/// When tickets that have not been used are worth nothing any more.
+pub(crate) struct Expiry {
+    lifetime: Duration,
+    until: Instant,
+}
+
+impl Expiry {
+    /// After `lifetime` in which no stream was admitted: each one that is, is progress.
+    pub fn after(lifetime: Duration) -> Expiry {
+        Expiry { lifetime, until: Instant::now() + lifetime }
+    }
+
+    fn renew(&mut self) {
+        self.until = Instant::now() + self.lifetime;
+    }
+
+    fn is_over(&self) -> bool {
+        Instant::now() > self.until
+    }
+}
+
+/// Finds the secret of a place, if there is that place.
+type Find = dyn Fn(&Place) -> Option<Secret> + Send + Sync;
+
+/// Who is behind a door.
+pub(crate) struct Reception {
+    /// The secret of a place, if there is that place.
+    pub secret: Box<Find>,
+    /// Takes everyone who has said what he comes for.
+    pub welcome: Box<dyn Fn(Visit) + Send + Sync>,
+}
 
 /// Somebody with a control channel.
 pub(crate) enum Visit {
@@ -40,7 +73,7 @@ pub(crate) enum Visit {
 /// What the handshake threads share.
 struct Hall {
     sessions: Mutex<HashMap<SessionId, Tickets>>,
-    welcome: Welcome,
+    reception: Reception,
     congestion: Congestion,
     visitors: Mutex<Visitors>,
     closed: AtomicBool,
@@ -70,11 +103,11 @@ impl Door {
     pub fn open(
         listener: TcpListener,
         congestion: Congestion,
-        welcome: Welcome,
+        reception: Reception,
     ) -> io::Result<Door> {
         let hall = Arc::new(Hall {
             sessions: Mutex::default(),
-            welcome,
+            reception,
             congestion,
             visitors: Mutex::default(),
             closed: AtomicBool::new(false),
@@ -160,7 +193,7 @@ fn receive_visitor(socket: TcpStream, hall: &Arc<Hall>) {
                     "connection from {peer} closed: others came, and it had said nothing"
                 );
             }
-            Ok(Visitor::Client(visit)) => (inside.welcome)(visit),
+            Ok(Visitor::Client(visit)) => (inside.reception.welcome)(visit),
             Err(error) => tracing::warn!("connection from {peer} refused: {error}"),
         }
     });
@@ -202,44 +235,69 @@ enum Visitor {
     Stream(Sender<Event>, Event),
 }
 
-fn welcome(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorError> {
-    socket.set_read_timeout(Some(limits::HANDSHAKE))?;
+fn welcome(socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorError> {
+    // For all first bytes together: who sends them one by one wins no time.
+    let until = Instant::now() + limits::HANDSHAKE;
     socket.set_write_timeout(Some(limits::HANDSHAKE))?;
     control::settle(&socket, &hall.congestion)?;
-    let preamble: Preamble = control::read_fixed(&mut socket)?;
-    match preamble.channel() {
-        Ok(Channel::Control) => welcome_client(socket, hall),
-        Ok(Channel::Data) => welcome_stream(socket, hall),
+    let link = Link::plain(socket);
+    let preamble: Preamble = link.read_fixed(until)?;
+    match preamble.dialled() {
+        Ok(Channel::Control) => welcome_client(link, hall, until),
+        Ok(Channel::Data) => welcome_stream(link, hall, until),
         Err(error) => {
             // So that a peer of another version can say what it met.
-            let _ = control::write_fixed(&mut socket, &Preamble::new(Channel::Control));
+            let _ = link.write_fixed(&Preamble::new(Channel::Control));
             Err(ControlError::from(error).into())
         }
     }
 }
 
-fn welcome_client(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorError> {
-    control::write_fixed(&mut socket, &Preamble::new(Channel::Control))?;
-    let address = socket.peer_addr()?;
-    let mut channel = ControlChannel::new(socket, limits::HANDSHAKE)?;
+fn welcome_client(link: Link, hall: &Hall, until: Instant) -> Result<Visitor, DoorError> {
+    let address = link.peer_addr()?;
+    let find = |place: &Place| match (hall.reception.secret)(place) {
+        // A door that closes empties its places: a client would think that it is not wanted.
+        None if hall.closed.load(Ordering::SeqCst) => Err(ControlError::Closed),
+        found => Ok(found),
+    };
+    let accepted = ControlChannel::accept(link, find, until);
+    let (mut channel, proven) = accepted.map_err(|error| match error {
+        ControlError::NoPlace => DoorError::NoPlace,
+        error => error.into(),
+    })?;
     let bytes = channel.reader.read_length(limits::MAX_FRAME_BYTES)?;
     let room = Room::take(&hall.held_bytes, bytes)?;
+    // A long message may take longer, but not as long as it likes.
+    channel.reader.set_end(until + Duration::from_secs(bytes / limits::SLOWEST_LINK_BYTES_S));
     let message = channel.reader.read_body(bytes)?;
     drop(room);
-    let frame = frame::encode(&message).map_err(ControlError::from)?;
+    channel.set_deadline(limits::HANDSHAKE)?;
     let visit = match message {
         ClientMessage::Join { name, examples, header, place } => {
-            let (name, secret) = (printable(&name), Secret::OPEN);
-            let joined =
-                Joined { channel, address, name, examples, header, place, secret, frame, rank: 0 };
-            Visit::Join(Box::new(joined))
+            check_place(place, proven)?;
+            let name = printable(&name);
+            Visit::Join(Box::new(Joined {
+                channel,
+                address,
+                name,
+                examples,
+                header,
+                place,
+                rank: 0,
+            }))
         }
         ClientMessage::Call { name, place } => {
+            check_place(place, proven)?;
             Visit::Call { channel, name: printable(&name), place }
         }
         _ => return Err(DoorError::NoJoin),
     };
     Ok(Visitor::Client(visit))
+}
+
+/// Who knows the secret of one place may not ask for another.
+fn check_place(asked: Place, proven: Place) -> Result<(), DoorError> {
+    if asked == proven { Ok(()) } else { Err(DoorError::OtherPlace) }
 }
 
 /// Memory that a visitor's first message may take.
@@ -267,28 +325,38 @@ impl Drop for Room<'_> {
     }
 }
 
-fn welcome_stream(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorError> {
-    let hello: DataHello = control::read_fixed(&mut socket)?;
-    let checked = check_ticket(&hello, hall);
-    let answer = checked.as_ref().err().copied().unwrap_or(Answer::Admitted);
-    control::write_fixed(&mut socket, &Preamble::answering(Channel::Data, answer))?;
-    let events = checked.map_err(|answer| DoorError::Ticket { answer: answer.text() })?;
-    let channel = DataChannel::new(socket)?;
+fn welcome_stream(link: Link, hall: &Hall, until: Instant) -> Result<Visitor, DoorError> {
+    let hello: DataHello = link.read_fixed(until)?;
+    let (events, admission) = match check_ticket(&hello, hall) {
+        Ok(admitted) => admitted,
+        Err(answer) => {
+            link.write_fixed(&Preamble::answering(Channel::Data, answer))?;
+            return Err(DoorError::Ticket { answer: answer.text() });
+        }
+    };
+    link.write_fixed(&admission)?;
+    let channel = DataChannel::new(link)?;
     let (client, stream) = (hello.client(), hello.stream());
     Ok(Visitor::Stream(events, Event::Stream { client, stream, channel }))
 }
 
-/// Who waits for this stream, if it may come.
-fn check_ticket(hello: &DataHello, hall: &Hall) -> Result<Sender<Event>, Answer> {
+/// Who waits for this stream, and what to answer, if it may come.
+fn check_ticket(hello: &DataHello, hall: &Hall) -> Result<(Sender<Event>, DataAnswer), Answer> {
     let mut sessions = hall.sessions();
     let tickets = sessions.get_mut(&hello.session()).ok_or(Answer::WrongTicket)?;
     let client = tickets.clients.get_mut(&hello.client());
-    let (ticket, taken) = client.ok_or(Answer::WrongTicket)?;
-    if !hello.is_admitted_by(&hello.session(), ticket) || hello.stream() >= tickets.streams {
+    let (key, taken) = client.ok_or(Answer::WrongTicket)?;
+    if !hello.is_admitted_by(&hello.session(), key) || hello.stream() >= tickets.streams {
         return Err(Answer::WrongTicket);
     }
-    match std::mem::replace(&mut taken[hello.stream() as usize], true) {
-        true => Err(Answer::Taken),
-        false => Ok(tickets.events.clone()),
+    let taken = &mut taken[hello.stream() as usize];
+    if *taken {
+        return Err(Answer::Taken);
     }
+    if tickets.expiry.is_over() {
+        return Err(Answer::Expired);
+    }
+    *taken = true;
+    tickets.expiry.renew();
+    Ok((tickets.events.clone(), hello.admission(key)))
 }

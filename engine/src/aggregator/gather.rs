@@ -7,15 +7,13 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use rustix::rand::{GetRandomFlags, getrandom};
-
-use super::door::Tickets;
+use super::door::{Expiry, Tickets};
 use super::{
     Admission, Aggregator, AggregatorConfig, Averaging, Event, Joined, Peer, PeerShared, Session,
     Sizes, read_client,
 };
 use crate::channel::DataChannel;
-use crate::control::{ControlChannel, Heartbeat, Listeners, printable};
+use crate::control::{ControlChannel, Heartbeat, Listeners, printable, random};
 use crate::error::{AggregatorError, Fault, ReducerError};
 use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
@@ -24,7 +22,6 @@ use crate::reducer::{AccumulatorLayout, Weights};
 use crate::signal::Signal;
 use crate::sink::mean::TileMemory;
 use crate::sums::SumTable;
-use crate::wire::hello::bind_ticket;
 use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
 
 impl Aggregator {
@@ -163,14 +160,14 @@ impl Gathering {
     }
 
     fn join(&mut self, joined: Joined) -> Result<(), AggregatorError> {
-        let Joined { channel, address, name, examples, header, secret, frame, rank, .. } = joined;
+        let Joined { mut channel, address, name, examples, header, rank, .. } = joined;
         let ticket = random()?;
-        let key = bind_ticket(&ticket, &secret, &frame);
+        let key = channel.binding.key(&ticket);
         let wants_header = header.is_empty() && self.model.is_some();
         let deadline = self.aggregator.config.deadline;
         let token = self.peers.len();
         channel.set_deadline(deadline)?;
-        let ControlChannel { reader: incoming, writer } = channel;
+        let ControlChannel { reader: incoming, writer, .. } = channel;
         let taken = self.peers.iter().any(|peer| (peer.rank, &peer.name) == (rank, &name));
         let streams = Vec::new();
         let shared = Arc::new(PeerShared::default());
@@ -265,7 +262,8 @@ impl Gathering {
             .map(|(index, peer)| (index as u32, (peer.key, vec![false; streams])))
             .collect();
         let (door, events) = (self.aggregator.door.clone(), self.aggregator.sender.clone());
-        door.admit(session, Tickets { streams: streams as u32, clients, events });
+        let expiry = Expiry::after(config.deadline);
+        door.admit(session, Tickets { streams: streams as u32, clients, events, expiry });
         let admission = Admission { door, session };
         for (index, peer) in self.peers.iter().enumerate() {
             let plan = Plan {
@@ -393,10 +391,4 @@ fn check_model(session: Option<&Manifest>, header: &[u8]) -> Result<Manifest, Fa
         Some(difference) => Err(Fault::Model { difference }),
         None => Ok(client),
     }
-}
-
-fn random<const N: usize>() -> io::Result<[u8; N]> {
-    let mut bytes = [0; N];
-    let filled = getrandom(bytes.as_mut_slice(), GetRandomFlags::empty())?;
-    if filled < N { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(bytes) }
 }

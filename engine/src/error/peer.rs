@@ -1,6 +1,7 @@
 //! What can be wrong with peers, connections and transfers.
 
 use std::io;
+use std::net::SocketAddr;
 use std::ops::Range;
 use std::time::Duration;
 
@@ -58,6 +59,12 @@ pub enum WireError {
         /// Bytes behind the message.
         bytes: usize,
     },
+    /// A message that is not what the peer sent.
+    #[error(
+        "a message does not carry the right seal: it was changed, repeated or left out on the way, or \
+         comes from somebody else"
+    )]
+    Seal,
     /// A message of ours that cannot be encoded.
     #[error("a message could not be encoded: {error}")]
     Encode {
@@ -104,6 +111,15 @@ pub enum ControlError {
     /// A message that must not come here.
     #[error(transparent)]
     Protocol(#[from] ProtocolError),
+    /// A place that the aggregator does not have.
+    #[error("it has nothing for this secret: the secrets differ, or what was here is gone")]
+    NoPlace,
+    /// Somebody without the secret, or whose first bytes were changed.
+    #[error(
+        "the other side could not prove that it knows the secret: the secrets differ, or it is \
+         somebody else"
+    )]
+    Stranger,
 }
 
 /// Why a visitor was not let in. Goes to the log of the aggregator, and ends nothing else.
@@ -121,6 +137,12 @@ pub enum DoorError {
     /// A control channel that begins with something else.
     #[error("its first message was not a request to join")]
     NoJoin,
+    /// A message that names another place than the first bytes did.
+    #[error("it asked for another place than it proved to know")]
+    OtherPlace,
+    /// A control channel to nowhere.
+    #[error("it has another secret, or none, or comes for something that is gone")]
+    NoPlace,
     /// A data channel that may not be opened.
     #[error("its ticket was not accepted ({answer})")]
     Ticket {
@@ -323,6 +345,15 @@ pub enum AggregatorError {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// Other hosts would be let in, whoever they are.
+    #[error(
+        "whoever reaches {address} could join and read the models: give both sides a secret \
+         (--secret-file), or say --insecure; in Python secret= or insecure=True"
+    )]
+    Open {
+        /// Where it should listen.
+        address: SocketAddr,
+    },
     /// The initial model is not the session's.
     #[error("the initial model differs from the session's: {difference}")]
     Initial {
@@ -506,8 +537,19 @@ pub enum ClientError {
         reason: String,
     },
     /// What it came for is not there, or not any more.
-    #[error("aggregator {address}: there is no such model or update here any more")]
+    #[error(
+        "aggregator {address}: there is no such model or update here any more, or it has another \
+         secret"
+    )]
     NotWanted {
+        /// Its address.
+        address: String,
+    },
+    /// It lets nobody in without a secret.
+    #[error(
+        "aggregator {address} lets in only those who know its secret; give it with --secret-file"
+    )]
+    SecretWanted {
         /// Its address.
         address: String,
     },
