@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use clap::Args;
+use fedlane::tls::{ClientTls, ServerTls};
 use fedlane::wire::hello::Secret;
 
 /// Bytes of a file of a secret: 64 digits and the end of the line, and a little that is wrong.
@@ -26,6 +27,71 @@ impl SharedSecret {
     /// The secret; [`Secret::OPEN`] where there is none.
     pub fn read(&self) -> anyhow::Result<Secret> {
         self.secret_file.as_deref().map_or(Ok(Secret::OPEN), read_secret)
+    }
+}
+
+/// What an aggregator shows, and whom it lets in.
+#[derive(Clone, Debug, Args)]
+pub struct ServerCertificates {
+    /// Encrypt all connections with TLS 1.3: file with this aggregator's certificate, in PEM
+    ///
+    /// `fedlane cert DIR` makes certificates for a first try.
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    tls_cert: Option<PathBuf>,
+
+    /// File with the key of --tls-cert
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+
+    /// Let in only clients with a certificate of the authority in this file, under a name that is in it
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_client_ca: Option<PathBuf>,
+
+    /// Name of a client that may join; can be given more than once [default: all with a certificate]
+    #[arg(long, value_name = "NAME", requires = "tls_client_ca")]
+    allow: Vec<String>,
+}
+
+impl ServerCertificates {
+    /// What the files come to.
+    pub fn read(&self) -> anyhow::Result<Option<ServerTls>> {
+        let (Some(certificate), Some(key)) = (&self.tls_cert, &self.tls_key) else {
+            return Ok(None);
+        };
+        let Some(authority) = &self.tls_client_ca else {
+            return Ok(Some(ServerTls::new(certificate, key)?));
+        };
+        let allowed = (!self.allow.is_empty()).then(|| self.allow.clone());
+        Ok(Some(ServerTls::mutual(certificate, key, authority, allowed)?))
+    }
+}
+
+/// Whom a client trusts, and what it shows.
+#[derive(Clone, Debug, Args)]
+pub struct ClientCertificates {
+    /// Encrypt all connections with TLS 1.3: file with the authority of the aggregator's certificate, in PEM
+    #[arg(long, value_name = "FILE")]
+    tls_ca: Option<PathBuf>,
+
+    /// File with this client's certificate, where the aggregator wants one
+    #[arg(long, value_name = "FILE", requires_all = ["tls_ca", "tls_key"])]
+    tls_cert: Option<PathBuf>,
+
+    /// File with the key of --tls-cert
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    tls_key: Option<PathBuf>,
+
+    /// Name in the aggregator's certificate, if it is not the host in ADDRESS
+    #[arg(long, value_name = "HOST", requires = "tls_ca")]
+    tls_name: Option<String>,
+}
+
+impl ClientCertificates {
+    /// What the files come to.
+    pub fn read(&self) -> anyhow::Result<Option<ClientTls>> {
+        let Some(authority) = &self.tls_ca else { return Ok(None) };
+        let own = self.tls_cert.as_deref().zip(self.tls_key.as_deref());
+        Ok(Some(ClientTls::new(authority, own, self.tls_name.clone())?))
     }
 }
 

@@ -18,7 +18,7 @@ use fedlane::sys::process;
 use serde_json::json;
 
 use crate::args::{Paths, parse_examples};
-use crate::door::SharedSecret;
+use crate::door::{ClientCertificates, SharedSecret};
 use crate::output::{Output, error_text, phase_fields, phase_text};
 use crate::progress::{Bar, Progress};
 use crate::serve::try_output;
@@ -62,6 +62,9 @@ pub struct Join {
 
     #[command(flatten)]
     secret: SharedSecret,
+
+    #[command(flatten)]
+    certificates: ClientCertificates,
 
     /// Print one JSON object a line instead of text
     #[arg(long)]
@@ -108,6 +111,7 @@ impl Join {
             name: self.name.clone().unwrap_or_else(default_name),
             examples: self.examples,
             secret: self.secret.read()?,
+            tls: self.certificates.read()?,
             send_path: self.paths.send_path,
             receive_path: self.paths.receive_path,
             congestion: self.paths.congestion.clone(),

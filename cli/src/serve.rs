@@ -15,7 +15,7 @@ use serde_json::json;
 
 use crate::args::{Averager, Paths};
 use crate::check::Expected;
-use crate::door::SharedSecret;
+use crate::door::{ServerCertificates, SharedSecret};
 use crate::output::{Output, error_text, phase_fields, phase_text};
 use crate::progress::{Bar, Progress};
 
@@ -28,7 +28,7 @@ use crate::progress::{Bar, Progress};
 pub struct Serve {
     /// Address and port to listen on; 0.0.0.0:PORT lets other machines in
     ///
-    /// That takes --secret-file, or else --insecure: everyone who reaches the port can then join.
+    /// That takes --secret-file or --tls-cert, or else --insecure: everyone who reaches the port can then join.
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:7733")]
     listen: String,
 
@@ -58,6 +58,9 @@ pub struct Serve {
     #[command(flatten)]
     secret: SharedSecret,
 
+    #[command(flatten)]
+    certificates: ServerCertificates,
+
     /// Listen where other machines can reach it although everyone may join
     #[arg(long)]
     insecure: bool,
@@ -81,6 +84,7 @@ impl Serve {
         let initial = self.initial.as_ref().map(FileSource::open).transpose()?;
         let config = AggregatorConfig {
             secret: self.secret.read()?,
+            tls: self.certificates.read()?,
             insecure: self.insecure,
             ..self.averager.config(self.clients as usize, self.rounds, &self.paths)
         };

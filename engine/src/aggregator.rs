@@ -26,6 +26,7 @@ use crate::signal::Signal;
 use crate::sink::mean::{TileMemory, Wave};
 use crate::sums::SumTable;
 use crate::sys::process;
+use crate::tls::ServerTls;
 use crate::wire::hello::{Place, Secret, SessionId, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
@@ -75,6 +76,8 @@ pub struct AggregatorConfig {
     pub congestion: Congestion,
     /// What clients must know to be let in; [`Secret::OPEN`] lets in everyone.
     pub secret: Secret,
+    /// TLS on all connections; without it nothing is encrypted.
+    pub tls: Option<ServerTls>,
     /// Whether everyone may join also from other hosts.
     pub insecure: bool,
 }
@@ -93,6 +96,7 @@ impl Default for AggregatorConfig {
             send_path: None,
             congestion: Congestion::Auto,
             secret: Secret::OPEN,
+            tls: None,
             insecure: false,
         }
     }
@@ -187,7 +191,8 @@ impl Aggregator {
                 Visit::Call { channel, .. } => refuse(&channel, "there is no such place here"),
             }),
         };
-        let door = Door::open(listener, config.congestion.clone(), reception).map_err(listen)?;
+        let door = Door::open(listener, config.congestion.clone(), config.tls.clone(), reception)
+            .map_err(listen)?;
         let (door, pool) = (Arc::new(door), Arc::default());
         Ok(Aggregator { config, address: bound, door, pool, ready: false, events, sender })
     }
@@ -257,7 +262,7 @@ fn check(config: &AggregatorConfig) -> Result<(), AggregatorError> {
 /// Lets nobody in by oversight: behind a door that is open to all there must be nothing but this host,
 /// unless somebody says so.
 fn refuse_open(config: &AggregatorConfig, bound: SocketAddr) -> Result<(), AggregatorError> {
-    let is_open = config.secret == Secret::OPEN && !config.insecure;
+    let is_open = config.secret == Secret::OPEN && config.tls.is_none() && !config.insecure;
     match is_open && !bound.ip().to_canonical().is_loopback() {
         true => Err(AggregatorError::Open { address: bound }),
         false => Ok(()),

@@ -29,6 +29,7 @@ use crate::sink::file::{FileSink, ModelFile};
 use crate::sink::region::{Part, RegionSink};
 use crate::source::Source;
 use crate::sums::SumTable;
+use crate::tls::ClientTls;
 use crate::wire::checksum::model_digest;
 use crate::wire::hello::{DataHello, Secret, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
@@ -42,6 +43,8 @@ pub struct ClientConfig {
     pub examples: f64,
     /// What the aggregator gave out for this transfer, where its port serves many.
     pub secret: Secret,
+    /// TLS on all connections, where the aggregator has it.
+    pub tls: Option<ClientTls>,
     /// How updates are sent; without a wish the best that source and host offer.
     pub send_path: Option<SendKind>,
     /// How the model is received.
@@ -237,13 +240,17 @@ impl Client {
         let dialled = control::dial(&address, &config.congestion, config.deadline);
         let socket =
             dialled.map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
+        let mut config = config;
+        config.tls = config.tls.map(|tls| tls.at(&address.to_string()));
         // Who ends the connection at once leaves it without an address.
         let address = socket
             .peer_addr()
             .map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
         let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
         canceller.watch_socket(&socket)?;
-        let opened = ControlChannel::open(Link::plain(socket), &config.secret, config.deadline);
+        let until = Instant::now() + config.deadline;
+        let opened = Link::dialled(socket, config.tls.as_ref(), until)
+            .and_then(|link| ControlChannel::open(link, &config.secret, config.deadline));
         let ControlChannel { mut reader, writer, binding } =
             opened.map_err(|error| not_let_in(error, &config.secret, address))?;
         canceller.watch(&writer)?;
@@ -768,7 +775,8 @@ fn open_stream(
     let until = Instant::now() + deadline;
     socket.set_write_timeout(Some(deadline))?;
     let hello = DataHello::new(plan.session, plan.client, stream, key);
-    channel::open(Link::plain(socket), &hello, key, until).map_err(at)?.map_err(|answer| {
+    let link = Link::dialled(socket, config.tls.as_ref(), until).map_err(at)?;
+    channel::open(link, &hello, key, until).map_err(at)?.map_err(|answer| {
         let (address, answer) = (address.to_string(), answer.text());
         ClientError::Refused { address, stream, answer }
     })

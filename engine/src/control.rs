@@ -215,6 +215,7 @@ impl ControlChannel {
         match answer.answer_on(Channel::Control)? {
             Answer::Admitted => {}
             Answer::NoPlace => return Err(ControlError::NoPlace),
+            Answer::TlsWanted => return Err(WireError::TlsWanted.into()),
             other => return Err(WireError::Answer { other: other as u8 }.into()),
         }
         let reply: Reply = link.read_fixed(until)?;

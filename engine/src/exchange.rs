@@ -197,7 +197,8 @@ impl Exchange {
             secret: Box::new(move |place| keeper.secret(place)),
             welcome: Box::new(move |visit| reception.receive(visit)),
         };
-        let door = Door::open(listener, config.congestion.clone(), reception).map_err(listen)?;
+        let door =
+            Door::open(listener, config.congestion.clone(), None, reception).map_err(listen)?;
         let door = Arc::new(door);
         places.open(&door, bound)?;
         Ok(Exchange { config, address: bound, pool, places, door })

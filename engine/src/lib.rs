@@ -32,4 +32,5 @@ pub mod sink;
 pub mod source;
 pub mod sums;
 pub mod sys;
+pub mod tls;
 pub mod wire;

@@ -48,6 +48,7 @@ fn config(name: &str) -> ClientConfig {
         name: name.to_string(),
         examples: 1.0,
         secret: Secret::OPEN,
+        tls: None,
         send_path: None,
         receive_path: ReceiveKind::default(),
         congestion: Congestion::Auto,

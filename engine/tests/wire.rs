@@ -174,8 +174,8 @@ fn a_preamble_tells_who_does_not_speak_the_protocol() {
     }
     bytes[8..11].copy_from_slice(&[3, 0, 3]);
     assert_eq!(read(&bytes).channel(), Err(WireError::Channel { other: 3 }));
-    bytes[11] = 5;
-    assert_eq!(read(&bytes).answer(), Err(WireError::Answer { other: 5 }));
+    bytes[11] = 6;
+    assert_eq!(read(&bytes).answer(), Err(WireError::Answer { other: 6 }));
     let first = "GET / HT".to_owned();
     assert_eq!(read(b"GET / HTTP/1").channel(), Err(WireError::NotFedlane { first }));
 }

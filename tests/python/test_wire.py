@@ -124,6 +124,7 @@ def plan():
         ("answer-taken", 2, 2),
         ("answer-expired", 2, 3),
         ("answer-no-place", 1, 4),
+        ("answer-tls-wanted", 1, 5),
     ],
 )
 def test_preambles(name, channel, answer):

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,6 +16,7 @@ use crate::control::{self, Congestion, ControlChannel, printable};
 use crate::error::{ControlError, DoorError};
 use crate::limits;
 use crate::link::Link;
+use crate::tls::{ServerTls, Tls};
 use crate::wire::hello::{
     Answer, Channel, DataAnswer, DataHello, Place, Preamble, Secret, SessionId, Ticket,
 };
@@ -74,6 +75,7 @@ pub(crate) enum Visit {
 struct Hall {
     sessions: Mutex<HashMap<SessionId, Tickets>>,
     reception: Reception,
+    tls: Option<ServerTls>,
     congestion: Congestion,
     visitors: Mutex<Visitors>,
     closed: AtomicBool,
@@ -103,11 +105,13 @@ impl Door {
     pub fn open(
         listener: TcpListener,
         congestion: Congestion,
+        tls: Option<ServerTls>,
         reception: Reception,
     ) -> io::Result<Door> {
         let hall = Arc::new(Hall {
             sessions: Mutex::default(),
             reception,
+            tls,
             congestion,
             visitors: Mutex::default(),
             closed: AtomicBool::new(false),
@@ -146,7 +150,7 @@ impl Drop for Door {
             // The thread cannot panic, and there is nobody to tell.
             let _ = thread.join();
         }
-        for visitor in self.hall.visitors().sockets.values() {
+        for (_, visitor) in self.hall.visitors().waiting.values() {
             // Fails where the visitor has left already.
             let _ = visitor.shutdown(Shutdown::Both);
         }
@@ -169,8 +173,8 @@ fn accept_all(listener: &TcpListener, hall: &Arc<Hall>) {
     }
 }
 
-/// Serves a visitor on a thread of its own. Too many make the oldest leave: whoever means well
-/// says at once who it is, and so is never the oldest for long.
+/// Serves a visitor on a thread of its own. Too many make one of the oldest leave: whoever means well
+/// says at once who it is, and so is never among them for long.
 fn receive_visitor(socket: TcpStream, hall: &Arc<Hall>) {
     let entered = hall.visitors().enter(&socket);
     let number = match entered {
@@ -207,25 +211,38 @@ fn receive_visitor(socket: TcpStream, hall: &Arc<Hall>) {
 #[derive(Default)]
 struct Visitors {
     next: u64,
-    sockets: BTreeMap<u64, TcpStream>,
+    waiting: BTreeMap<u64, (IpAddr, TcpStream)>,
 }
 
 impl Visitors {
     fn enter(&mut self, socket: &TcpStream) -> io::Result<u64> {
-        if self.sockets.len() >= limits::MAX_VISITORS
-            && let Some((_, oldest)) = self.sockets.pop_first()
+        let address = socket.peer_addr()?.ip();
+        if self.waiting.len() >= limits::MAX_VISITORS
+            && let Some(number) = self.next_to_leave()
+            && let Some((_, oldest)) = self.waiting.remove(&number)
         {
             // Fails where the visitor has left already.
             let _ = oldest.shutdown(Shutdown::Both);
         }
         self.next += 1;
-        self.sockets.insert(self.next, socket.try_clone()?);
+        self.waiting.insert(self.next, (address, socket.try_clone()?));
         Ok(self.next)
+    }
+
+    /// The oldest from the address that has the most: who floods the door pushes out himself.
+    fn next_to_leave(&self) -> Option<u64> {
+        let mut counts = HashMap::new();
+        for (address, _) in self.waiting.values() {
+            *counts.entry(*address).or_insert(0_usize) += 1;
+        }
+        let most = counts.values().copied().max()?;
+        let crowd = |(_, (address, _)): &(&u64, &(IpAddr, TcpStream))| counts[address] == most;
+        self.waiting.iter().find(crowd).map(|(number, _)| *number)
     }
 
     /// False if the visitor was made to leave before.
     fn leave(&mut self, number: u64) -> bool {
-        self.sockets.remove(&number).is_some()
+        self.waiting.remove(&number).is_some()
     }
 }
 
@@ -240,7 +257,7 @@ fn welcome(socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorError> {
     let until = Instant::now() + limits::HANDSHAKE;
     socket.set_write_timeout(Some(limits::HANDSHAKE))?;
     control::settle(&socket, &hall.congestion)?;
-    let link = Link::plain(socket);
+    let link = Link::accepted(socket, hall.tls.as_ref(), until)?;
     let preamble: Preamble = link.read_fixed(until)?;
     match preamble.dialled() {
         Ok(Channel::Control) => welcome_client(link, hall, until),
@@ -275,6 +292,7 @@ fn welcome_client(link: Link, hall: &Hall, until: Instant) -> Result<Visitor, Do
     let visit = match message {
         ClientMessage::Join { name, examples, header, place } => {
             check_place(place, proven)?;
+            check_name(&channel, &name, hall)?;
             let name = printable(&name);
             Visit::Join(Box::new(Joined {
                 channel,
@@ -298,6 +316,17 @@ fn welcome_client(link: Link, hall: &Hall, until: Instant) -> Result<Visitor, Do
 /// Who knows the secret of one place may not ask for another.
 fn check_place(asked: Place, proven: Place) -> Result<(), DoorError> {
     if asked == proven { Ok(()) } else { Err(DoorError::OtherPlace) }
+}
+
+/// A client may have only a name that is in its certificate, where it needs one.
+fn check_name(channel: &ControlChannel, name: &str, hall: &Hall) -> Result<(), DoorError> {
+    let names = channel.link().tls().and_then(Tls::names);
+    if hall.tls.as_ref().is_none_or(|tls| tls.admits(name, names)) {
+        return Ok(());
+    }
+    let error = DoorError::Name { name: printable(name) };
+    super::refuse(channel, &error.to_string());
+    Err(error)
 }
 
 /// Memory that a visitor's first message may take.
@@ -359,4 +388,34 @@ fn check_ticket(hello: &DataHello, hall: &Hall) -> Result<(Sender<Event>, DataAn
     *taken = true;
     tickets.expiry.renew();
     Ok((tickets.events.clone(), hello.admission(key)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn from(address: [u8; 4], listener: &TcpListener) -> TcpStream {
+        use socket2::{Domain, Socket, Type};
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        socket.bind(&std::net::SocketAddr::from((address, 0)).into()).unwrap();
+        socket.connect(&listener.local_addr().unwrap().into()).unwrap();
+        socket.into()
+    }
+
+    #[test]
+    fn who_floods_the_door_pushes_out_himself() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut visitors = Visitors::default();
+        let mut held = Vec::new();
+        let mut enter = |address| {
+            held.push(from(address, &listener));
+            let (socket, _) = listener.accept().unwrap();
+            visitors.enter(&socket).unwrap()
+        };
+        let first = enter([127, 0, 0, 2]);
+        let flood: Vec<u64> = (0..limits::MAX_VISITORS).map(|_| enter([127, 0, 0, 3])).collect();
+        let second = enter([127, 0, 0, 4]);
+        assert!(!visitors.leave(flood[0]) && !visitors.leave(flood[1]));
+        assert!(visitors.leave(first) && visitors.leave(second) && visitors.leave(flood[2]));
+    }
 }

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::time::Duration;
 
-use super::{ManifestError, ReducerError, RegionError, SinkError, SourceError};
+use super::{ManifestError, ReducerError, RegionError, SinkError, SourceError, TlsError};
 use crate::wire::hello::Secret;
 
 /// Bytes that are not this protocol.
@@ -17,6 +17,14 @@ pub enum WireError {
         /// The first bytes, escaped.
         first: String,
     },
+    /// The first bytes are those of TLS.
+    #[error("the peer speaks TLS and this side does not: give both sides TLS options, or none")]
+    Tls,
+    /// The aggregator wants TLS.
+    #[error(
+        "TLS is wanted here and the client does not speak it: give both sides TLS options, or none"
+    )]
+    TlsWanted,
     /// Another version of the protocol.
     #[error(
         "the peer speaks version {theirs} of the protocol and this is version {ours}; run the same release on both sides"
@@ -114,6 +122,9 @@ pub enum ControlError {
     /// A place that the aggregator does not have.
     #[error("it has nothing for this secret: the secrets differ, or what was here is gone")]
     NoPlace,
+    /// Certificates, or a connection that is not encrypted on both sides.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
     /// Somebody without the secret, or whose first bytes were changed.
     #[error(
         "the other side could not prove that it knows the secret: the secrets differ, or it is \
@@ -140,6 +151,12 @@ pub enum DoorError {
     /// A message that names another place than the first bytes did.
     #[error("it asked for another place than it proved to know")]
     OtherPlace,
+    /// A client with somebody else's name.
+    #[error("\"{name}\" is not in its certificate, or not among the names that may join")]
+    Name {
+        /// The name that it gave.
+        name: String,
+    },
     /// A control channel to nowhere.
     #[error("it has another secret, or none, or comes for something that is gone")]
     NoPlace,
@@ -348,7 +365,7 @@ pub enum AggregatorError {
     /// Other hosts would be let in, whoever they are.
     #[error(
         "whoever reaches {address} could join and read the models: give both sides a secret \
-         (--secret-file), or say --insecure; in Python secret= or insecure=True"
+         (--secret-file) or TLS (--tls-cert), or say --insecure; in Python secret= or insecure=True"
     )]
     Open {
         /// Where it should listen.

@@ -46,6 +46,7 @@ impl LineConfig {
             name: self.name.clone(),
             examples,
             secret,
+            tls: None,
             send_path: None,
             receive_path: ReceiveKind::default(),
             congestion: self.congestion.clone(),

@@ -35,6 +35,8 @@ pub enum Answer {
     Expired = 3,
     /// A control channel to a place that there is not.
     NoPlace = 4,
+    /// Nobody is let in without TLS.
+    TlsWanted = 5,
 }
 
 impl Answer {
@@ -46,6 +48,7 @@ impl Answer {
             Answer::Taken => "stream connected already",
             Answer::Expired => "ticket expired",
             Answer::NoPlace => "no such place",
+            Answer::TlsWanted => "TLS wanted",
         }
     }
 }
@@ -80,6 +83,10 @@ impl Preamble {
 
     /// The channel, if the peer speaks this protocol in this version.
     pub fn channel(&self) -> Result<Channel, WireError> {
+        // A handshake record of TLS 1.0, as which every version begins.
+        if self.magic.starts_with(&[0x16, 3]) {
+            return Err(WireError::Tls);
+        }
         if self.magic != MAGIC {
             return Err(WireError::NotFedlane { first: self.magic.escape_ascii().to_string() });
         }
@@ -118,6 +125,7 @@ impl Preamble {
             2 => Ok(Answer::Taken),
             3 => Ok(Answer::Expired),
             4 => Ok(Answer::NoPlace),
+            5 => Ok(Answer::TlsWanted),
             other => Err(WireError::Answer { other }),
         }
     }

@@ -143,6 +143,7 @@ fn a_region_of_the_wrong_size_takes_no_model() {
         name: "c".into(),
         examples: 0.0,
         secret: secret(1),
+        tls: None,
         send_path: None,
         receive_path: ReceiveKind::default(),
         congestion: Congestion::Auto,

@@ -116,6 +116,12 @@ fn fixed() -> Vec<Example> {
             Answer::NoPlace,
             "answer: no such place",
         ),
+        preamble(
+            "answer-tls-wanted",
+            (Channel::Control, "channel: control"),
+            Answer::TlsWanted,
+            "answer: TLS wanted",
+        ),
         Example::new("sealed-messages", &sealed, &sealed_parts),
         preamble("preamble-data", data, Answer::Admitted, "no answer"),
         Example::new("data-hello", hello.as_bytes(), &hello_parts),
