@@ -53,38 +53,16 @@ impl Cert {
             println!("wrote {}: give it to both sides with --secret-file", path.display());
         }
         match &self.directory {
-            Some(directory) => self.write_certificates(directory),
+            Some(directory) => {
+                write_certificates(directory, &self.host, &self.client)?;
+                self.explain(directory);
+                Ok(())
+            }
             None => Ok(()),
         }
     }
 
-    fn write_certificates(&self, directory: &Path) -> anyhow::Result<()> {
-        for name in &self.client {
-            let is_file_name = !name.is_empty() && !name.contains('/') && !name.starts_with('.');
-            ensure!(is_file_name, "a certificate for \"{name}\" needs a name that a file can have");
-            let ours = ["ca", "server"].contains(&name.as_str());
-            ensure!(!ours, "a client cannot be named \"{name}\" here: that is a file of its own");
-        }
-        let (authority, authority_certificate) = authority()?;
-        let mut files =
-            vec![("ca".to_owned(), authority_certificate, authority.key().serialize_pem())];
-        let (certificate, key) = self.server(&authority)?;
-        files.push(("server".into(), certificate, key));
-        for name in &self.client {
-            let (certificate, key) = client(name, &authority)?;
-            files.push((name.clone(), certificate, key));
-        }
-        std::fs::create_dir_all(directory)
-            .with_context(|| format!("cannot make the directory {}", directory.display()))?;
-        let path = |name: &str, kind: &str| directory.join(format!("{name}.{kind}"));
-        let all = files.iter().flat_map(|(name, ..)| [path(name, "pem"), path(name, "key")]);
-        if let Some(existing) = all.into_iter().find(|path| path.exists()) {
-            bail!("{} exists; choose another directory, or remove it", existing.display());
-        }
-        for (name, certificate, key) in &files {
-            write_new(&path(name, "key"), key, 0o600)?;
-            write_new(&path(name, "pem"), certificate, 0o644)?;
-        }
+    fn explain(&self, directory: &Path) {
         let shown = directory.display();
         println!(
             "wrote {} certificates to {shown}\n\
@@ -93,19 +71,52 @@ impl Cert {
              client:     --tls-ca {shown}/ca.pem --tls-cert {shown}/NAME.pem --tls-key {shown}/NAME.key \
              --name NAME\n\
              keep {shown}/ca.key to yourself: whoever has it can be anyone",
-            files.len()
+            2 + self.client.len()
         );
-        Ok(())
     }
+}
 
-    fn server(&self, authority: &Issuer<'_, KeyPair>) -> anyhow::Result<(String, String)> {
-        let own = ["localhost", "127.0.0.1", "::1"].map(str::to_owned).to_vec();
-        let hosts = if self.host.is_empty() { own } else { self.host.clone() };
-        let name = hosts[0].clone();
-        let params = CertificateParams::new(hosts)
-            .context("a --host is neither a host name nor an IP address")?;
-        leaf(params, &name, ExtendedKeyUsagePurpose::ServerAuth, authority)
+/// Makes an authority, and certificates of the aggregator at these hosts and of these clients.
+pub fn write_certificates(
+    directory: &Path,
+    hosts: &[String],
+    clients: &[String],
+) -> anyhow::Result<()> {
+    for name in clients {
+        let is_file_name = !name.is_empty() && !name.contains('/') && !name.starts_with('.');
+        ensure!(is_file_name, "a certificate for \"{name}\" needs a name that a file can have");
+        let ours = ["ca", "server"].contains(&name.as_str());
+        ensure!(!ours, "a client cannot be named \"{name}\" here: that is a file of its own");
     }
+    let (authority, authority_certificate) = authority()?;
+    let mut files = vec![("ca".to_owned(), authority_certificate, authority.key().serialize_pem())];
+    let (certificate, key) = server(hosts, &authority)?;
+    files.push(("server".into(), certificate, key));
+    for name in clients {
+        let (certificate, key) = client(name, &authority)?;
+        files.push((name.clone(), certificate, key));
+    }
+    std::fs::create_dir_all(directory)
+        .with_context(|| format!("cannot make the directory {}", directory.display()))?;
+    let path = |name: &str, kind: &str| directory.join(format!("{name}.{kind}"));
+    let all = files.iter().flat_map(|(name, ..)| [path(name, "pem"), path(name, "key")]);
+    if let Some(existing) = all.into_iter().find(|path| path.exists()) {
+        bail!("{} exists; choose another directory, or remove it", existing.display());
+    }
+    for (name, certificate, key) in &files {
+        write_new(&path(name, "key"), key, 0o600)?;
+        write_new(&path(name, "pem"), certificate, 0o644)?;
+    }
+    Ok(())
+}
+
+fn server(hosts: &[String], authority: &Issuer<'_, KeyPair>) -> anyhow::Result<(String, String)> {
+    let own = ["localhost", "127.0.0.1", "::1"].map(str::to_owned).to_vec();
+    let hosts = if hosts.is_empty() { own } else { hosts.to_vec() };
+    let name = hosts[0].clone();
+    let params = CertificateParams::new(hosts)
+        .context("a --host is neither a host name nor an IP address")?;
+    leaf(params, &name, ExtendedKeyUsagePurpose::ServerAuth, authority)
 }
 
 fn secret() -> anyhow::Result<String> {

@@ -184,3 +184,46 @@ fn a_message_that_is_put_in_ends_the_channel() {
         drop(channel);
     }
 }
+
+/// Bytes that come steadily win no time: all of them have to be there at the end.
+#[test]
+fn a_peer_that_sends_byte_after_byte_is_sent_away() {
+    let (mut ours, theirs) = pair();
+    let link = Link::plain(theirs);
+    let dribbles = thread::spawn(move || {
+        let mut sent = 0;
+        while ours.write_all(&[0]).is_ok() {
+            sent += 1;
+            thread::sleep(Duration::from_millis(20));
+        }
+        sent
+    });
+    let until = Instant::now() + Duration::from_millis(400);
+    let refused = ControlChannel::accept(link, |_| Ok(Some(SECRET)), until);
+    assert!(matches!(refused.err(), Some(ControlError::Silent)));
+    assert!(dribbles.join().unwrap() < 48, "all of it came");
+}
+
+/// The same for a message, once a peer may send one.
+#[test]
+fn a_message_that_comes_byte_after_byte_ends_the_channel() {
+    let (ours, theirs) = pair();
+    let mut raw = ours.try_clone().unwrap();
+    let until = Instant::now() + Duration::from_secs(2);
+    let listening = thread::spawn(move || {
+        let link = Link::plain(theirs);
+        link.read_fixed::<Preamble>(until)?.dialled()?;
+        let (mut channel, _) = ControlChannel::accept(link, |_| Ok(Some(SECRET)), until)?;
+        channel.reader.read::<ClientMessage>(MAX_FRAME_BYTES).map(drop)
+    });
+    let channel = ControlChannel::open(Link::plain(ours), &SECRET, PATIENCE).unwrap();
+    let dribbles = thread::spawn(move || {
+        while raw.write_all(&[0]).is_ok() {
+            thread::sleep(Duration::from_millis(200));
+        }
+    });
+    let refused = listening.join().unwrap();
+    assert!(matches!(refused, Err(ControlError::Silent)), "{refused:?}");
+    drop(channel);
+    dribbles.join().unwrap();
+}

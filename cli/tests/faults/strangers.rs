@@ -40,7 +40,7 @@ fn a_web_browser_at_the_port() {
 #[test]
 fn a_tls_client_at_the_port() {
     let hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\x1b[31m";
-    stranger_sends(hello, "it began with \"\\x16\\x03\\x01");
+    stranger_sends(hello, "the peer speaks TLS and this side does not");
 }
 
 #[test]
