@@ -127,7 +127,7 @@ fn a_call_tells_what_is_there() {
     call(&line(&exchange, "caller"), secret(2)).unwrap();
     assert!(exchange.has_met("caller"));
     let error = call(&line(&exchange, "stranger"), secret(3)).unwrap_err();
-    assert!(matches!(error, ClientError::Ended { .. }), "{error}");
+    assert!(matches!(error, ClientError::NotWanted { .. }), "{error}");
     assert!(!exchange.has_met("stranger"));
     let closed = line(&exchange, "caller");
     drop(exchange);
