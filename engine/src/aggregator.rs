@@ -6,7 +6,7 @@ mod round;
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
@@ -142,6 +142,25 @@ pub(crate) struct Joined {
     pub place: Place,
     /// Clients are ordered by rank, and those of one rank by name.
     pub rank: usize,
+    /// Given back when somebody has looked at it.
+    pub seat: Option<Seat>,
+}
+
+/// Room for one client that nobody has looked at yet: as long as it waits it holds its connection and the
+/// header of its model.
+pub(crate) struct Seat(Arc<AtomicUsize>);
+
+impl Seat {
+    fn take(taken: &Arc<AtomicUsize>, most: usize) -> Option<Seat> {
+        let seat = Seat(taken.clone());
+        (taken.fetch_add(1, Ordering::SeqCst) < most).then_some(seat)
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl Joined {
@@ -183,11 +202,18 @@ impl Aggregator {
         let (sender, events) = std::sync::mpsc::channel();
         let joined = sender.clone();
         let secret = config.secret;
+        let (seats, most) = (Arc::<AtomicUsize>::default(), config.clients + limits::MAX_LATE);
         let reception = Reception {
             secret: Box::new(move |place| (*place == secret.place()).then_some(secret)),
             welcome: Box::new(move |visit| match visit {
-                // Nobody listens any more when the session has ended; the socket then closes.
-                Visit::Join(client) => drop(joined.send(Event::Joined(client))),
+                Visit::Join(mut client) => match Seat::take(&seats, most) {
+                    // Nobody listens any more when the session has ended; the socket then closes.
+                    Some(seat) => {
+                        client.seat = Some(seat);
+                        drop(joined.send(Event::Joined(client)));
+                    }
+                    None => refuse(&client.channel, "too many others want to join"),
+                },
                 Visit::Call { channel, .. } => refuse(&channel, "there is no such place here"),
             }),
         };

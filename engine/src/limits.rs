@@ -113,6 +113,9 @@ pub const SLOWEST_LINK_BYTES_S: u64 = 125_000;
 /// Visitors that may be about to say who they are, at once.
 pub const MAX_VISITORS: usize = 256;
 
+/// Clients beyond those that an aggregator waits for that may be about to be refused: it may be busy.
+pub const MAX_LATE: usize = 64;
+
 /// Longest message that always has room: the header of a model of some thousand tensors.
 pub const USUAL_FRAME_BYTES: u64 = 256 << 10;
 

@@ -5,9 +5,10 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use fedlane::aggregator::{Aggregator, AggregatorConfig};
 use fedlane::control::ControlChannel;
 use fedlane::error::{ControlError, WireError};
-use fedlane::limits::MAX_FRAME_BYTES;
+use fedlane::limits::{MAX_FRAME_BYTES, MAX_LATE};
 use fedlane::link::Link;
 use fedlane::wire::hello::{Channel, Preamble, Secret};
 use fedlane::wire::message::{AggregatorMessage, ClientMessage};
@@ -226,4 +227,29 @@ fn a_message_that_comes_byte_after_byte_ends_the_channel() {
     assert!(matches!(refused, Err(ControlError::Silent)), "{refused:?}");
     drop(channel);
     dribbles.join().unwrap();
+}
+
+/// While an aggregator does something else, those who want to join wait, but not any number of them.
+#[test]
+fn a_crowd_that_wants_to_join_is_sent_away() {
+    let config = AggregatorConfig { clients: 1, ..Default::default() };
+    let aggregator = Aggregator::bind("127.0.0.1:0", config).unwrap();
+    let join = |number: usize| {
+        let socket = TcpStream::connect(aggregator.address()).unwrap();
+        let channel = ControlChannel::open(Link::plain(socket), &Secret::OPEN, PATIENCE).unwrap();
+        let (name, header, place) = (number.to_string(), Vec::new(), Secret::OPEN.place());
+        channel.writer.send(&ClientMessage::Join { name, examples: 1.0, header, place }).unwrap();
+        channel
+    };
+    let mut crowd: Vec<ControlChannel> = (0..MAX_LATE + 2).map(join).collect();
+    // Which of them is refused depends on whose thread is faster.
+    let (until, mut refused) = (Instant::now() + PATIENCE, Vec::new());
+    while refused.is_empty() && Instant::now() < until {
+        refused.extend(crowd.iter_mut().filter_map(|channel| {
+            channel.set_deadline(Duration::from_millis(20)).unwrap();
+            channel.reader.read::<AggregatorMessage>(MAX_FRAME_BYTES).ok()
+        }));
+    }
+    let reason = "too many others want to join".to_owned();
+    assert_eq!(refused, [AggregatorMessage::Failed { reason }]);
 }

@@ -54,7 +54,7 @@ pub struct Aggregator {
 }
 
 enum State {
-    Listening(aggregator::Aggregator),
+    Listening(Box<aggregator::Aggregator>),
     /// With the rounds that are done.
     Session(Box<Session>, u32),
     /// A call runs, maybe on another thread.
@@ -218,7 +218,7 @@ impl Aggregator {
             rounds,
             canceller: aggregator.canceller(),
             progress,
-            state: Mutex::new(State::Listening(aggregator)),
+            state: Mutex::new(State::Listening(Box::new(aggregator))),
         })
     }
 

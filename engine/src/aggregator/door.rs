@@ -302,6 +302,7 @@ fn welcome_client(link: Link, hall: &Hall, until: Instant) -> Result<Visitor, Do
                 header,
                 place,
                 rank: 0,
+                seat: None,
             }))
         }
         ClientMessage::Call { name, place } => {
