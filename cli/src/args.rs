@@ -228,6 +228,7 @@ impl Averager {
             receive_path: paths.receive_path,
             send_path: paths.send_path,
             congestion: paths.congestion.clone(),
+            ..AggregatorConfig::default()
         }
     }
 

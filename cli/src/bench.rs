@@ -2,6 +2,7 @@
 
 mod raw;
 mod sample;
+mod seal;
 mod setup;
 mod targets;
 
@@ -31,6 +32,7 @@ enum What {
     ///
     /// The result of every session is compared with a reference average.
     Round(Run),
+    Seal(seal::Seal),
     /// The comparisons that fedlane promises, each interleaved in one run
     Targets(targets::Targets),
     #[command(hide = true)]
@@ -65,6 +67,8 @@ enum Against {
     Staged,
     /// The same, sent with the `write` path
     Write,
+    /// The same without --tls
+    Plain,
 }
 
 impl Bench {
@@ -73,6 +77,7 @@ impl Bench {
         match self.what {
             What::Raw(run) => run.measure(Kind::Raw),
             What::Round(run) => run.measure(Kind::Round),
+            What::Seal(seal) => seal.run(),
             What::Targets(targets) => targets.run(),
             What::RawReceive(receive) => receive.run(),
             What::RawSend(send) => send.run(),
@@ -115,6 +120,10 @@ impl Against {
             Against::Staged => {
                 setup.averager.averaging = crate::args::AveragingArg::Staged;
                 ("staged".into(), setup, Kind::Round)
+            }
+            Against::Plain => {
+                setup.tls = false;
+                ("plain".into(), setup, Kind::Round)
             }
             Against::Write => {
                 setup.paths.send_path = "write".parse().ok();

@@ -15,10 +15,10 @@ use fedlane::sink::file::ModelFile;
 use fedlane::source::Source;
 use fedlane::source::region::RegionSource;
 use fedlane::sys::process;
-use fedlane::wire::hello::Secret;
 use serde_json::json;
 
 use crate::args::{Paths, parse_examples};
+use crate::door::{ClientCertificates, SharedSecret};
 use crate::output::{Output, error_text, phase_fields, phase_text};
 use crate::progress::{Bar, Progress};
 use crate::serve::try_output;
@@ -59,6 +59,12 @@ pub struct Join {
 
     #[command(flatten)]
     paths: Paths,
+
+    #[command(flatten)]
+    secret: SharedSecret,
+
+    #[command(flatten)]
+    certificates: ClientCertificates,
 
     /// Print one JSON object a line instead of text
     #[arg(long)]
@@ -104,7 +110,8 @@ impl Join {
         let config = ClientConfig {
             name: self.name.clone().unwrap_or_else(default_name),
             examples: self.examples,
-            secret: Secret::OPEN,
+            secret: self.secret.read()?,
+            tls: self.certificates.read()?,
             send_path: self.paths.send_path,
             receive_path: self.paths.receive_path,
             congestion: self.paths.congestion.clone(),

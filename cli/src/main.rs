@@ -2,9 +2,11 @@
 
 mod args;
 mod bench;
+mod cert;
 mod check;
 mod demo;
 mod doctor;
+mod door;
 mod group;
 mod join;
 mod output;
@@ -36,6 +38,7 @@ enum Command {
     #[command(hide = true)]
     TrainShell(join::TrainShell),
     Doctor(doctor::Doctor),
+    Cert(cert::Cert),
     /// Print a completion script for a shell
     ///
     /// For example: fedlane completions bash > /etc/bash_completion.d/fedlane
@@ -57,6 +60,7 @@ fn main() -> ExitCode {
         Command::Join(join) => join.run(),
         Command::TrainShell(shell) => shell.run(),
         Command::Doctor(doctor) => doctor.run(),
+        Command::Cert(cert) => cert.run(),
         Command::Completions { shell } => {
             let mut command = Cli::command();
             let mut script = Vec::new();

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use clap::Args;
-use fedlane::aggregator::{Aggregator, Session};
+use fedlane::aggregator::{Aggregator, AggregatorConfig, Session};
 use fedlane::limits;
 use fedlane::manifest::Manifest;
 use fedlane::sink::file::ModelFile;
@@ -15,6 +15,7 @@ use serde_json::json;
 
 use crate::args::{Averager, Paths};
 use crate::check::Expected;
+use crate::door::{ServerCertificates, SharedSecret};
 use crate::output::{Output, error_text, phase_fields, phase_text};
 use crate::progress::{Bar, Progress};
 
@@ -27,7 +28,7 @@ use crate::progress::{Bar, Progress};
 pub struct Serve {
     /// Address and port to listen on; 0.0.0.0:PORT lets other machines in
     ///
-    /// Connections are neither encrypted nor authenticated: use it in networks that you trust.
+    /// That takes --secret-file or --tls-cert, or else --insecure: everyone who reaches the port can then join.
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:7733")]
     listen: String,
 
@@ -54,6 +55,16 @@ pub struct Serve {
     #[command(flatten)]
     paths: Paths,
 
+    #[command(flatten)]
+    secret: SharedSecret,
+
+    #[command(flatten)]
+    certificates: ServerCertificates,
+
+    /// Listen where other machines can reach it although everyone may join
+    #[arg(long)]
+    insecure: bool,
+
     /// Print one JSON object a line instead of text
     #[arg(long)]
     json: bool,
@@ -71,7 +82,12 @@ impl Serve {
             try_output(path)?;
         }
         let initial = self.initial.as_ref().map(FileSource::open).transpose()?;
-        let config = self.averager.config(self.clients as usize, self.rounds, &self.paths);
+        let config = AggregatorConfig {
+            secret: self.secret.read()?,
+            tls: self.certificates.read()?,
+            insecure: self.insecure,
+            ..self.averager.config(self.clients as usize, self.rounds, &self.paths)
+        };
         let aggregator = Aggregator::bind(self.listen.as_str(), config)?;
         let address = aggregator.address();
         output.event(

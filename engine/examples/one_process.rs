@@ -72,6 +72,7 @@ fn take_part(
         examples,
         // The session is open to all.
         secret: Secret::OPEN,
+        tls: None,
         send_path: None,
         receive_path: ReceiveKind::default(),
         congestion: Congestion::Auto,

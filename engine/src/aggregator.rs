@@ -7,7 +7,7 @@ mod round;
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -28,10 +28,11 @@ use crate::signal::Signal;
 use crate::sink::mean::{TileMemory, Wave};
 use crate::sums::SumTable;
 use crate::sys::process;
+use crate::tls::ServerTls;
 use crate::wire::hello::{Place, Secret, SessionId, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
-use door::{Door, Visit};
+use door::{Door, Reception, Visit};
 pub(crate) use gather::refuse;
 use members::{Members, Notice};
 
@@ -83,6 +84,12 @@ pub struct AggregatorConfig {
     pub send_path: Option<SendKind>,
     /// Congestion control of the data channels.
     pub congestion: Congestion,
+    /// What clients must know to be let in; [`Secret::OPEN`] lets in everyone.
+    pub secret: Secret,
+    /// TLS on all connections; without it nothing is encrypted.
+    pub tls: Option<ServerTls>,
+    /// Whether everyone may join also from other hosts.
+    pub insecure: bool,
 }
 
 impl Default for AggregatorConfig {
@@ -101,6 +108,9 @@ impl Default for AggregatorConfig {
             receive_path: ReceiveKind::default(),
             send_path: None,
             congestion: Congestion::Auto,
+            secret: Secret::OPEN,
+            tls: None,
+            insecure: false,
         }
     }
 }
@@ -153,12 +163,27 @@ pub(crate) struct Joined {
     pub place: Place,
     /// The ticket of its last plan, if it comes again.
     pub resumes: Option<Ticket>,
-    /// What the place is reached with.
-    pub secret: Secret,
-    /// What it sent, in its frame.
-    pub frame: Vec<u8>,
     /// Clients are ordered by rank, and those of one rank by name.
     pub rank: usize,
+    /// Given back when somebody has looked at it.
+    pub seat: Option<Seat>,
+}
+
+/// Room for one client that nobody has looked at yet: as long as it waits it holds its connection and the
+/// header of its model.
+pub(crate) struct Seat(Arc<AtomicUsize>);
+
+impl Seat {
+    fn take(taken: &Arc<AtomicUsize>, most: usize) -> Option<Seat> {
+        let seat = Seat(taken.clone());
+        (taken.fetch_add(1, Ordering::SeqCst) < most).then_some(seat)
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl Joined {
@@ -196,17 +221,27 @@ impl Aggregator {
         let listen = |source| AggregatorError::Listen { address: address.to_string(), source };
         let listener = control::listen(&address, &config.congestion).map_err(listen)?;
         let bound = listener.local_addr().map_err(listen)?;
+        refuse_open(&config, bound)?;
         let (sender, events) = std::sync::mpsc::channel();
         let joined = sender.clone();
-        let welcome = Box::new(move |visit| match visit {
-            // Nobody listens any more when the session has ended; the socket then closes.
-            Visit::Join(client) if client.place == Secret::OPEN.place() => {
-                drop(joined.send(Event::Joined(client)));
-            }
-            Visit::Join(client) => refuse(&client.channel, "there is no such place here"),
-            Visit::Call { channel, .. } => refuse(&channel, "there is no such place here"),
-        });
-        let door = Door::open(listener, config.congestion.clone(), welcome).map_err(listen)?;
+        let secret = config.secret;
+        let (seats, most) = (Arc::<AtomicUsize>::default(), config.clients + limits::MAX_LATE);
+        let reception = Reception {
+            secret: Box::new(move |place| (*place == secret.place()).then_some(secret)),
+            welcome: Box::new(move |visit| match visit {
+                Visit::Join(mut client) => match Seat::take(&seats, most) {
+                    // Nobody listens any more when the session has ended; the socket then closes.
+                    Some(seat) => {
+                        client.seat = Some(seat);
+                        drop(joined.send(Event::Joined(client)));
+                    }
+                    None => refuse(&client.channel, "too many others want to join"),
+                },
+                Visit::Call { channel, .. } => refuse(&channel, "there is no such place here"),
+            }),
+        };
+        let door = Door::open(listener, config.congestion.clone(), config.tls.clone(), reception)
+            .map_err(listen)?;
         let (door, pool) = (Arc::new(door), Arc::default());
         Ok(Aggregator { config, address: bound, door, pool, ready: false, events, sender })
     }
@@ -274,6 +309,16 @@ fn check(config: &AggregatorConfig) -> Result<(), AggregatorError> {
     within("chunk bytes", config.chunk_bytes, limits::MIN_CHUNK_BYTES, limits::MAX_CHUNK_BYTES)?;
     let deadline_ms = config.deadline.as_millis().min(u64::MAX.into()) as u64;
     within("deadline in ms", deadline_ms, limits::MIN_DEADLINE_MS, limits::MAX_DEADLINE_MS)
+}
+
+/// Lets nobody in by oversight: behind a door that is open to all there must be nothing but this host,
+/// unless somebody says so.
+fn refuse_open(config: &AggregatorConfig, bound: SocketAddr) -> Result<(), AggregatorError> {
+    let is_open = config.secret == Secret::OPEN && config.tls.is_none() && !config.insecure;
+    match is_open && !bound.ip().to_canonical().is_loopback() {
+        true => Err(AggregatorError::Open { address: bound }),
+        false => Ok(()),
+    }
 }
 
 /// Makes room for the connections of all clients, or says now that there is none: later, clients

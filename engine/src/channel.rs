@@ -1,66 +1,111 @@
 //! A data channel: a connection that carries nothing but payload, in both directions.
 
 use std::io;
-use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::Instant;
 
-use crate::error::TransferError;
+use rustix::net::SendFlags;
+
+use crate::error::{ControlError, TransferError};
+use crate::link::Link;
 use crate::paths::{ReceiveKind, SendKind};
-use crate::receiver::{Lands, ReceivePath};
-use crate::sender::{Needs, SendPath};
+use crate::receiver::{Landing, Lands, ReceivePath};
+use crate::sender::{Needs, Piece, SendPath};
 use crate::sys::socket;
+use crate::wire::hello::{Answer, Channel, DataAnswer, DataHello, Preamble, Ticket};
 
 /// A connected data channel.
 #[derive(Debug)]
 pub struct DataChannel {
-    socket: TcpStream,
+    link: Arc<Link>,
+}
+
+/// Opens a data channel with a hello made by `key`, whose answer must be here at `until`; or says what
+/// the aggregator answered instead.
+///
+/// # Errors
+/// A peer that speaks another protocol, or admits the stream and does not have the key.
+pub fn open(
+    link: Link,
+    hello: &DataHello,
+    key: &Ticket,
+    until: Instant,
+) -> Result<Result<DataChannel, Answer>, ControlError> {
+    link.write_fixed(&Preamble::new(Channel::Data))?;
+    link.write_fixed(hello)?;
+    // A peer of another version answers with its preamble alone.
+    let preamble: Preamble = link.read_fixed(until)?;
+    match preamble.answer_on(Channel::Data)? {
+        Answer::Admitted => {}
+        answer => return Ok(Err(answer)),
+    }
+    let answer = DataAnswer::admitted(link.read_fixed(until)?);
+    match answer.is_of(hello, key) {
+        true => Ok(Ok(DataChannel::new(link)?)),
+        false => Err(ControlError::Stranger),
+    }
 }
 
 impl DataChannel {
-    /// Takes over a socket behind its hello and answer.
+    /// Takes over a connection behind its hello and answer.
     ///
     /// # Errors
     /// A socket that cannot be made non-blocking.
-    pub fn new(socket: TcpStream) -> io::Result<DataChannel> {
-        socket.set_nonblocking(true)?;
-        Ok(DataChannel { socket })
+    pub fn new(link: Link) -> io::Result<DataChannel> {
+        link.socket().set_nonblocking(true)?;
+        Ok(DataChannel { link: Arc::new(link) })
     }
 
     /// Opens the receive path `kind` for this channel.
     pub fn receive_path(&self, kind: ReceiveKind) -> io::Result<Box<dyn ReceivePath>> {
-        kind.open()
+        match self.link.tls() {
+            Some(_) => Ok(Box::new(Decrypt { link: self.link.clone() })),
+            None => kind.open(),
+        }
     }
 
     /// Where the path of [`DataChannel::receive_path`] puts the bytes.
     pub fn lands(&self, kind: ReceiveKind) -> Lands {
-        kind.lands()
+        // What is encrypted passes through memory, whatever was wished for.
+        if self.link.tls().is_some() { Lands::Memory } else { kind.lands() }
     }
 
     /// Opens the send path `kind` for this channel.
     pub fn send_path(&self, kind: SendKind) -> io::Result<Box<dyn SendPath>> {
-        kind.open()
+        match self.link.tls() {
+            Some(_) => Ok(Box::new(Encrypt { link: self.link.clone() })),
+            None => kind.open(),
+        }
     }
 
     /// What the path of [`DataChannel::send_path`] needs of a source.
     pub fn needs(&self, kind: SendKind) -> Needs {
-        kind.needs()
+        if self.link.tls().is_some() { Needs::Bytes } else { kind.needs() }
     }
 
     /// Wakes a reader only when so many bytes wait.
     pub fn set_receive_low_water(&self, bytes: usize) -> io::Result<()> {
-        socket::set_receive_low_water(self.socket.as_fd(), bytes)
+        // Some of what a record needs may be here already: the rest can be less than was asked for.
+        let bytes = if self.link.tls().is_some() { 1 } else { bytes };
+        socket::set_receive_low_water(self.link.as_fd(), bytes)
     }
 
     /// Bytes that were sent and that the peer's kernel has not confirmed yet; 0 where that is not
     /// known.
     pub fn unacknowledged_bytes(&self) -> u64 {
-        socket::unacknowledged_bytes(self.socket.as_fd()).unwrap_or(0)
+        socket::unacknowledged_bytes(self.link.as_fd()).unwrap_or(0)
     }
 
     /// Fails if more bytes came than were agreed: they would be taken for the beginning of the next
     /// model.
     pub fn refuse_more(&self) -> Result<(), TransferError> {
-        match self.socket.peek(&mut [0]) {
+        let more = match self.link.tls() {
+            // The first byte that should not be is lost, with the channel.
+            Some(_) => self.link.receive(&mut [0], false),
+            None => self.link.socket().peek(&mut [0]),
+        };
+        match more {
             Ok(1..) => Err(TransferError::TooMuch),
             // A channel that has ended is found by whoever uses it next.
             _ => Ok(()),
@@ -69,13 +114,39 @@ impl DataChannel {
 
     /// Says that nothing more will be sent. What has come, or is on its way, can still be received.
     pub fn hang_up(&self) {
-        // Fails only on a socket that the peer has ended already.
-        let _ = self.socket.shutdown(Shutdown::Write);
+        self.link.hang_up();
     }
 }
 
 impl AsFd for DataChannel {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
+        self.link.as_fd()
+    }
+}
+
+/// Receives what TLS decrypts.
+struct Decrypt {
+    link: Arc<Link>,
+}
+
+impl ReceivePath for Decrypt {
+    fn receive(&mut self, _: BorrowedFd<'_>, landing: Landing<'_>) -> io::Result<usize> {
+        let bytes = landing.bytes.ok_or(io::ErrorKind::InvalidInput)?;
+        self.link.receive(bytes, false)
+    }
+}
+
+/// Sends what TLS has encrypted.
+struct Encrypt {
+    link: Arc<Link>,
+}
+
+impl SendPath for Encrypt {
+    fn send(&mut self, _: BorrowedFd<'_>, piece: Piece<'_>) -> io::Result<usize> {
+        let bytes = piece.bytes.ok_or(io::ErrorKind::InvalidInput)?;
+        match self.link.tls() {
+            Some(tls) => tls.send(self.link.socket(), bytes, SendFlags::DONTWAIT),
+            None => Err(io::ErrorKind::InvalidInput.into()),
+        }
     }
 }

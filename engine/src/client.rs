@@ -5,7 +5,7 @@ mod link;
 mod transfer;
 
 use std::collections::VecDeque;
-use std::net::ToSocketAddrs;
+use std::net::{Shutdown, TcpStream, ToSocketAddrs};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
@@ -25,6 +25,7 @@ use crate::region::Region;
 use crate::signal::Signal;
 use crate::sink::file::ModelFile;
 use crate::sums::SumTable;
+use crate::tls::ClientTls;
 use crate::wire::hello::Secret;
 use crate::wire::message::{AggregatorMessage, ClientMessage, Plan, WireSum};
 
@@ -39,6 +40,8 @@ pub struct ClientConfig {
     pub examples: f64,
     /// What the aggregator gave out for this transfer, where its port serves many.
     pub secret: Secret,
+    /// TLS on all connections, where the aggregator has it.
+    pub tls: Option<ClientTls>,
     /// How updates are sent; without a wish the best that source and host offer.
     pub send_path: Option<SendKind>,
     /// How the model is received.
@@ -179,6 +182,8 @@ pub struct Canceller(Arc<Mutex<CancelState>>);
 struct CancelState {
     cancelled: bool,
     answered: bool,
+    /// Of a connection that has no writer yet.
+    socket: Option<TcpStream>,
     /// Weak, so that it ends with its client.
     writer: Weak<Writer>,
 }
@@ -189,6 +194,10 @@ impl Canceller {
     pub fn cancel(&self, reason: &str) {
         let mut state = self.state();
         state.cancelled = true;
+        if let Some(socket) = state.socket.take() {
+            // Fails only on a socket that the peer has ended already.
+            let _ = socket.shutdown(Shutdown::Both);
+        }
         if let Some(writer) = state.writer.upgrade() {
             // An aggregator that is gone need not hear it.
             let _ = writer.send_if_idle(&ClientMessage::Failed { reason: printable(reason) });
@@ -209,8 +218,18 @@ impl Canceller {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn watch_socket(&self, socket: &TcpStream) -> Result<(), ClientError> {
+        let mut state = self.state();
+        if state.cancelled {
+            return Err(ClientError::Cancelled);
+        }
+        state.socket = Some(socket.try_clone()?);
+        Ok(())
+    }
+
     fn watch(&self, writer: &Arc<Writer>) -> Result<(), ClientError> {
         let mut state = self.state();
+        state.socket = None;
         if state.cancelled {
             return Err(ClientError::Cancelled);
         }
@@ -266,6 +285,8 @@ impl Client {
     ) -> Result<Client, ClientError> {
         let header = manifest.map(|manifest| manifest.header().to_vec()).unwrap_or_default();
         let (address, canceller) = (address.to_string(), canceller.clone());
+        let mut config = config;
+        config.tls = config.tls.map(|tls| tls.at(&address));
         let mut dialler = Dialler { address, config: config.clone(), header, canceller };
         let (stop, stopped) = mpsc::channel();
         let connected = dialler.connect(1, None).or_else(|error| {

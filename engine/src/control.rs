@@ -1,60 +1,66 @@
 //! Control channels: framed messages over a socket, signs of life, and what dialling and
 //! accepting have in common.
 
-use std::io::{self, Read, Write};
-use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
+use std::io;
+use std::net::{TcpListener, TcpStream, ToSocketAddrs};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
+use rustix::rand::{GetRandomFlags, getrandom};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use socket2::{Domain, Protocol, Socket, Type};
-use zerocopy::{FromBytes, IntoBytes};
 
-use crate::error::ControlError;
+use crate::error::{ControlError, WireError};
 use crate::limits;
-use crate::wire::frame;
+use crate::link::{Link, remaining, silence};
+use crate::wire::frame::{self, Seal};
+use crate::wire::hello::{Answer, Channel, Opening, Place, Preamble, Proof, Reply, Secret};
+use crate::wire::keys::{Binding, ControlKeys, Side};
 use crate::wire::message::{ChunkRange, WireSum};
 
 /// The sending half of a control channel, for any thread.
 pub struct Writer {
-    socket: TcpStream,
-    /// Held while a message is being written.
-    turn: Mutex<()>,
+    link: Arc<Link>,
+    /// Held while a message is being sealed and written.
+    seal: Mutex<Seal>,
 }
 
 impl Writer {
-    /// Takes the socket's sending half; a peer that does not read for `deadline` is an error.
-    pub fn new(socket: &TcpStream, deadline: Duration) -> io::Result<Writer> {
-        let socket = socket.try_clone()?;
-        socket.set_write_timeout(Some(deadline))?;
-        Ok(Writer { socket, turn: Mutex::new(()) })
-    }
-
     /// Sends one message.
     pub fn send<T: Serialize>(&self, message: &T) -> Result<(), ControlError> {
-        let frame = frame::encode(message)?;
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        self.write(&frame)
+        self.send_frame(&frame::encode(message)?)
+    }
+
+    /// Sends what [`frame::encode`] made.
+    pub fn send_frame(&self, frame: &[u8]) -> Result<(), ControlError> {
+        let mut seal = self.seal.lock().unwrap_or_else(PoisonError::into_inner);
+        self.done(self.link.send(&seal.close(frame)))
     }
 
     /// Sends one message, unless another thread is sending one just now.
     pub(crate) fn send_if_idle<T: Serialize>(&self, message: &T) -> Result<(), ControlError> {
         let frame = frame::encode(message)?;
-        match self.turn.try_lock() {
-            Ok(_turn) => self.write(&frame),
+        match self.seal.try_lock() {
+            Ok(mut seal) => self.done(self.link.send(&seal.close(&frame))),
             Err(_) => Ok(()),
         }
     }
 
+    /// Sends one short message without waiting; a peer that has not read for long is an error.
+    pub(crate) fn send_now<T: Serialize>(&self, message: &T) -> Result<(), ControlError> {
+        let frame = frame::encode(message)?;
+        let mut seal = self.seal.lock().unwrap_or_else(PoisonError::into_inner);
+        self.done(self.link.send_now(&seal.close(&frame)))
+    }
+
     /// Nothing can follow half a message, so a failure ends the channel.
-    fn write(&self, frame: &[u8]) -> Result<(), ControlError> {
-        let written = (&self.socket).write_all(frame);
+    fn done(&self, written: io::Result<()>) -> Result<(), ControlError> {
         if written.is_err() {
             self.shut_down();
         }
@@ -90,30 +96,35 @@ impl Writer {
 
     /// Ends the channel in both directions; whoever reads it stops.
     pub fn shut_down(&self) {
-        // Fails only on a socket that the peer has ended already.
-        let _ = self.socket.shutdown(Shutdown::Both);
+        self.link.shut_down();
     }
 }
+
+/// Most that is read at once.
+const READ_BYTES: usize = 64 << 10;
 
 /// The receiving half of a control channel.
 pub struct Reader {
-    socket: TcpStream,
+    link: Arc<Link>,
+    seal: Seal,
+    /// What has come of the next message: of its head, or of what is behind that.
+    came: Vec<u8>,
+    /// Bytes of the next message, once its head is here.
+    announced: Option<u64>,
+    /// When all that is read must have come, however steadily it comes.
+    until: Option<Instant>,
 }
 
 impl Reader {
-    /// Takes the receiving half of a socket behind its preambles.
-    pub fn new(socket: TcpStream) -> Reader {
-        Reader { socket }
-    }
-
     /// Silence for longer than `deadline` is an error from now on.
-    pub fn set_deadline(&self, deadline: Duration) -> io::Result<()> {
-        self.socket.set_read_timeout(Some(deadline))
+    pub fn set_deadline(&mut self, deadline: Duration) -> io::Result<()> {
+        self.until = None;
+        self.link.set_read_deadline(deadline)
     }
 
-    /// Reads a preamble.
-    pub fn read_fixed<T: FromBytes + IntoBytes>(&mut self) -> Result<T, ControlError> {
-        read_fixed(&mut self.socket)
+    /// What is not here at `until` is an error from now on.
+    pub(crate) fn set_end(&mut self, until: Instant) {
+        self.until = Some(until);
     }
 
     /// Reads one message of at most `limit` bytes.
@@ -122,22 +133,70 @@ impl Reader {
         self.read_body(bytes)
     }
 
+    /// Reads one message of at most `limit` bytes, if it is here already.
+    pub(crate) fn try_read<T: DeserializeOwned>(
+        &mut self,
+        limit: u64,
+    ) -> Result<Option<T>, ControlError> {
+        let Some(bytes) = self.length(limit, false)? else { return Ok(None) };
+        self.body(bytes, false)
+    }
+
     /// Reads how many bytes the next message has, at most `limit`.
     pub fn read_length(&mut self, limit: u64) -> Result<u64, ControlError> {
-        let mut prefix = [0; frame::LENGTH_BYTES];
-        read_exact(&mut self.socket, &mut prefix)?;
-        Ok(frame::length(prefix, limit)?)
+        self.length(limit, true)?.ok_or(ControlError::Silent)
     }
 
     /// Reads a message of so many bytes.
     pub fn read_body<T: DeserializeOwned>(&mut self, bytes: u64) -> Result<T, ControlError> {
-        // Grows with what really comes, not with what was announced.
-        let mut message = Vec::new();
-        (&mut self.socket).take(bytes).read_to_end(&mut message).map_err(silence)?;
-        if (message.len() as u64) < bytes {
-            return Err(ControlError::Closed);
+        self.body(bytes, true)?.ok_or(ControlError::Silent)
+    }
+
+    fn length(&mut self, limit: u64, wait: bool) -> Result<Option<u64>, ControlError> {
+        if self.announced.is_none() && self.fill(frame::HEAD_BYTES, wait)? {
+            let head = self.came.first_chunk().ok_or(ControlError::Closed)?;
+            self.announced = Some(self.seal.open_head(head, limit)?);
+            self.came.clear();
         }
-        Ok(frame::decode(&message)?)
+        Ok(self.announced)
+    }
+
+    fn body<T: DeserializeOwned>(
+        &mut self,
+        bytes: u64,
+        wait: bool,
+    ) -> Result<Option<T>, ControlError> {
+        if !self.fill(bytes as usize + frame::SEAL_BYTES, wait)? {
+            return Ok(None);
+        }
+        self.announced = None;
+        // A long message leaves no memory behind.
+        let came = std::mem::take(&mut self.came);
+        Ok(Some(frame::decode(self.seal.open_message(&came)?)?))
+    }
+
+    /// Whether `wanted` bytes have come. Memory grows with what really comes, not with what was
+    /// announced.
+    fn fill(&mut self, wanted: usize, wait: bool) -> Result<bool, ControlError> {
+        while self.came.len() < wanted {
+            if let Some(until) = self.until {
+                self.link.set_read_deadline(remaining(until)?)?;
+            }
+            let before = self.came.len();
+            self.came.resize(before + (wanted - before).min(READ_BYTES), 0);
+            let received = self.link.receive(&mut self.came[before..], wait);
+            self.came.truncate(before + *received.as_ref().unwrap_or(&0));
+            match received {
+                Ok(0) => return Err(ControlError::Closed),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && !wait => {
+                    return Ok(false);
+                }
+                Err(error) => return Err(silence(error)),
+            }
+        }
+        Ok(true)
     }
 }
 
@@ -147,55 +206,108 @@ pub struct ControlChannel {
     pub reader: Reader,
     /// What goes.
     pub writer: Arc<Writer>,
+    /// What its data channels are tied to.
+    pub binding: Binding,
 }
 
 impl ControlChannel {
-    /// Takes over a socket behind its preambles. A peer that is silent, or does not read, for
-    /// `deadline` is an error.
-    pub fn new(socket: TcpStream, deadline: Duration) -> io::Result<ControlChannel> {
-        let writer = Arc::new(Writer::new(&socket, deadline)?);
-        let reader = Reader::new(socket);
-        reader.set_deadline(deadline)?;
-        Ok(ControlChannel { reader, writer })
+    /// Opens a control channel to an aggregator that knows `secret`. A peer that is silent, or does
+    /// not read, for `deadline` is an error, now and later.
+    ///
+    /// # Errors
+    /// A peer that speaks another protocol, has no place for this secret or cannot prove that it knows
+    /// it. Nothing has been said to it then.
+    pub fn open(
+        link: Link,
+        secret: &Secret,
+        deadline: Duration,
+    ) -> Result<ControlChannel, ControlError> {
+        let until = Instant::now() + deadline;
+        link.set_write_deadline(deadline)?;
+        let opening = Opening { place: secret.place(), nonce: random()? };
+        link.write_fixed(&Preamble::new(Channel::Control))?;
+        link.write_fixed(&opening)?;
+        let answer: Preamble = link.read_fixed(until)?;
+        match answer.answer_on(Channel::Control)? {
+            Answer::Admitted => {}
+            Answer::NoPlace => return Err(ControlError::NoPlace),
+            Answer::TlsWanted => return Err(WireError::TlsWanted.into()),
+            other => return Err(WireError::Answer { other: other as u8 }.into()),
+        }
+        let reply: Reply = link.read_fixed(until)?;
+        let keys = ControlKeys::new(secret, &opening.nonce, &reply.nonce);
+        if !keys.is_aggregator(&reply.proof) {
+            return Err(ControlError::Stranger);
+        }
+        link.write_fixed(&keys.client_proof())?;
+        let mut channel = ControlChannel::with_keys(link, &keys, Side::Client);
+        channel.set_deadline(deadline)?;
+        Ok(channel)
+    }
+
+    /// Lets a client in whose preamble has been read, if it proves by `until` that it knows the secret
+    /// that `find` has for its place.
+    ///
+    /// # Errors
+    /// A peer that is too slow, comes for a place that `find` does not know, or cannot prove it. Where
+    /// `find` itself fails, the peer hears nothing.
+    pub fn accept(
+        link: Link,
+        find: impl Fn(&Place) -> Result<Option<Secret>, ControlError>,
+        until: Instant,
+    ) -> Result<(ControlChannel, Place), ControlError> {
+        let opening: Opening = link.read_fixed(until)?;
+        let Some(secret) = find(&opening.place)? else {
+            link.write_fixed(&Preamble::answering(Channel::Control, Answer::NoPlace))?;
+            return Err(ControlError::NoPlace);
+        };
+        let nonce = random()?;
+        let keys = ControlKeys::new(&secret, &opening.nonce, &nonce);
+        link.write_fixed(&Preamble::new(Channel::Control))?;
+        link.write_fixed(&Reply { nonce, proof: keys.aggregator_proof() })?;
+        let proof: Proof = link.read_fixed(until)?;
+        if !keys.is_client(&proof) {
+            return Err(ControlError::Stranger);
+        }
+        let mut channel = ControlChannel::with_keys(link, &keys, Side::Aggregator);
+        channel.reader.set_end(until);
+        Ok((channel, opening.place))
+    }
+
+    fn with_keys(link: Link, keys: &ControlKeys, ours: Side) -> ControlChannel {
+        let theirs = match ours {
+            Side::Client => Side::Aggregator,
+            Side::Aggregator => Side::Client,
+        };
+        let link = Arc::new(link);
+        let writer = Arc::new(Writer { link: link.clone(), seal: Mutex::new(keys.seal(ours)) });
+        let reader = Reader {
+            link,
+            seal: keys.seal(theirs),
+            came: Vec::new(),
+            announced: None,
+            until: None,
+        };
+        ControlChannel { reader, writer, binding: keys.binding() }
     }
 
     /// Gives the peer another deadline, to say something and to take what is said.
-    pub fn set_deadline(&self, deadline: Duration) -> io::Result<()> {
-        self.socket().set_write_timeout(Some(deadline))?;
+    pub fn set_deadline(&mut self, deadline: Duration) -> io::Result<()> {
+        self.reader.link.set_write_deadline(deadline)?;
         self.reader.set_deadline(deadline)
     }
 
     /// The connection itself.
-    pub(crate) fn socket(&self) -> &TcpStream {
-        &self.reader.socket
+    pub fn link(&self) -> &Link {
+        &self.reader.link
     }
 }
 
-/// Sends a preamble or hello.
-pub fn write_fixed(
-    socket: &mut TcpStream,
-    value: &(impl IntoBytes + zerocopy::Immutable),
-) -> io::Result<()> {
-    socket.write_all(value.as_bytes())
-}
-
-/// Reads a preamble or hello.
-pub fn read_fixed<T: FromBytes + IntoBytes>(socket: &mut TcpStream) -> Result<T, ControlError> {
-    let mut value = T::new_zeroed();
-    read_exact(socket, value.as_mut_bytes())?;
-    Ok(value)
-}
-
-fn read_exact(socket: &mut TcpStream, out: &mut [u8]) -> Result<(), ControlError> {
-    socket.read_exact(out).map_err(silence)
-}
-
-fn silence(error: io::Error) -> ControlError {
-    match error.kind() {
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => ControlError::Silent,
-        io::ErrorKind::UnexpectedEof => ControlError::Closed,
-        _ => ControlError::Io(error),
-    }
+/// Random bytes from the kernel.
+pub(crate) fn random<const N: usize>() -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let filled = getrandom(bytes.as_mut_slice(), GetRandomFlags::empty())?;
+    if filled < N { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(bytes) }
 }
 
 /// Silence after which a connection is dialled again, or given up where it is not: early enough that

@@ -3,6 +3,8 @@
 
 mod model;
 mod peer;
+mod tls;
 
 pub use model::*;
 pub use peer::*;
+pub use tls::*;

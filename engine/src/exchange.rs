@@ -17,7 +17,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::aggregator::door::Door;
+use crate::aggregator::door::{Door, Reception};
 use crate::aggregator::{Aggregator, AggregatorConfig, Averaging, Session, default_streams};
 use crate::control::{self, Congestion};
 use crate::error::{AggregatorError, ExchangeError};
@@ -192,8 +192,13 @@ impl Exchange {
         let places =
             Arc::new(Places::new(session_config(&config, Averaging::Discard), pool.clone()));
         let reception = places.clone();
-        let welcome = Box::new(move |visit| reception.receive(visit));
-        let door = Door::open(listener, config.congestion.clone(), welcome).map_err(listen)?;
+        let keeper = places.clone();
+        let reception = Reception {
+            secret: Box::new(move |place| keeper.secret(place)),
+            welcome: Box::new(move |visit| reception.receive(visit)),
+        };
+        let door =
+            Door::open(listener, config.congestion.clone(), None, reception).map_err(listen)?;
         let door = Arc::new(door);
         places.open(&door, bound)?;
         Ok(Exchange { config, address: bound, pool, places, door })

@@ -114,11 +114,17 @@ pub const MAX_STREAMS: usize = 64;
 /// Most rounds of one session.
 pub const MAX_ROUNDS: u32 = 1_000_000;
 
-/// How long a visitor may take to say who it is.
+/// How long a visitor may take to say who it is, all its bytes together.
 pub const HANDSHAKE: Duration = Duration::from_secs(10);
+
+/// Bytes a second of a first message that is longer than a handshake: 1 Mbit/s.
+pub const SLOWEST_LINK_BYTES_S: u64 = 125_000;
 
 /// Visitors that may be about to say who they are, at once.
 pub const MAX_VISITORS: usize = 256;
+
+/// Clients beyond those that an aggregator waits for that may be about to be refused: it may be busy.
+pub const MAX_LATE: usize = 64;
 
 /// Longest message that always has room: the header of a model of some thousand tensors.
 pub const USUAL_FRAME_BYTES: u64 = 256 << 10;

@@ -3,4 +3,5 @@
 pub mod checksum;
 pub mod frame;
 pub mod hello;
+pub mod keys;
 pub mod message;

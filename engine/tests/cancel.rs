@@ -32,6 +32,7 @@ fn join(address: SocketAddr, canceller: &Canceller) -> Result<Client, ClientErro
         name: "a".to_string(),
         examples: 1.0,
         secret: fedlane::wire::hello::Secret::OPEN,
+        tls: None,
         send_path: None,
         receive_path: ReceiveKind::default(),
         congestion: Congestion::Auto,

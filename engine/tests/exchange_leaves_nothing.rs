@@ -36,7 +36,7 @@ fn cycle(exchange: &Exchange, pool: &Arc<RegionPool>, dies: bool) {
         std::thread::scope(|scope| {
             let all = [&honest[..], &[wanted(4, 1.0)]].concat();
             let averaged = scope.spawn(move || exchange.average(&all, PATIENCE));
-            peer.begin_upload(secret(4), &update);
+            peer.begin_upload(&update);
             peer.send(&update, 0.5, |_| {});
             drop(peer);
             let error = averaged.join().unwrap().err().unwrap();

@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 
 use fedlane::aggregator::{Aggregator, AggregatorConfig};
 use fedlane::client::{Client, ClientConfig, Target, Task};
-use fedlane::control::{Congestion, Heartbeat, Writer, read_fixed, write_fixed};
+use fedlane::control::{Congestion, ControlChannel, Heartbeat, Writer};
+use fedlane::link::Link;
 use fedlane::manifest::{Dtype, Manifest, synthetic};
 use fedlane::paths::ReceiveKind;
 use fedlane::source::generator::Generator;
-use fedlane::wire::hello::{Channel, Preamble, Secret};
+use fedlane::wire::hello::Secret;
 use fedlane::wire::message::ClientMessage;
 
 const DEADLINE: Duration = Duration::from_millis(500);
@@ -52,6 +53,7 @@ fn config(name: &str) -> ClientConfig {
         name: name.to_string(),
         examples: 1.0,
         secret: Secret::OPEN,
+        tls: None,
         send_path: None,
         receive_path: ReceiveKind::default(),
         congestion: Congestion::Auto,
@@ -81,17 +83,16 @@ fn honest(address: SocketAddr, name: &'static str) -> JoinHandle<Result<(), Stri
 }
 
 /// A control connection that has joined as "bad".
-fn joined(address: SocketAddr) -> TcpStream {
-    let mut socket = TcpStream::connect(address).unwrap();
-    write_fixed(&mut socket, &Preamble::new(Channel::Control)).unwrap();
-    let answer: Preamble = read_fixed(&mut socket).unwrap();
-    assert_eq!(answer.channel().unwrap(), Channel::Control);
+fn joined(address: SocketAddr) -> (TcpStream, Arc<Writer>) {
+    let socket = TcpStream::connect(address).unwrap();
+    let link = Link::plain(socket.try_clone().unwrap());
+    let writer = ControlChannel::open(link, &Secret::OPEN, DEADLINE).unwrap().writer;
     let header = model().header().to_vec();
     let place = Secret::OPEN.place();
     let join =
         ClientMessage::Join { name: "bad".into(), examples: 1.0, header, place, resumes: None };
-    Writer::new(&socket, DEADLINE).unwrap().send(&join).unwrap();
-    socket
+    writer.send(&join).unwrap();
+    (socket, writer)
 }
 
 /// What the second client does.
@@ -113,12 +114,11 @@ impl Second {
                 let mut client = Client::join(address, config("bad"), &model()).unwrap();
                 assert_eq!(client.next_task().unwrap(), Task::Upload { round: 1 });
             }
-            Second::SendsGarbage => joined(address).write_all(&[0xee; 64]).unwrap(),
-            Second::SaysNothing => await_end(&mut joined(address)),
+            Second::SendsGarbage => joined(address).0.write_all(&[0xee; 64]).unwrap(),
+            Second::SaysNothing => await_end(&mut joined(address).0),
             Second::LivesAndDoesNothing => {
-                let mut socket = joined(address);
-                let listeners = vec![Arc::new(Writer::new(&socket, DEADLINE).unwrap())];
-                let listeners = Arc::new(Mutex::new(listeners));
+                let (mut socket, writer) = joined(address);
+                let listeners = Arc::new(Mutex::new(vec![writer]));
                 let pulse = Heartbeat::start(listeners, ClientMessage::Alive, DEADLINE).unwrap();
                 await_end(&mut socket);
                 drop(pulse);

@@ -12,8 +12,9 @@ use fedlane::manifest::{Dtype, Manifest};
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame::{self, LENGTH_BYTES};
 use fedlane::wire::hello::{
-    Answer, Channel, DataHello, MAGIC, Preamble, Secret, VERSION, bind_ticket,
+    Answer, Channel, DataAnswer, DataHello, MAGIC, Preamble, Secret, VERSION,
 };
+use fedlane::wire::keys::{ControlKeys, Side};
 use fedlane::wire::message::{AggregatorMessage, ChunkRange, ClientMessage, Plan};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -102,7 +103,8 @@ fn the_seeds_of_the_fuzzers_are_the_examples() {
 fn seeds(examples: &[Example]) -> Vec<(&'static str, String, Vec<u8>)> {
     let mut seeds = Vec::new();
     for side in ["client", "aggregator"] {
-        let frames = examples.iter().filter(|example| example.name.starts_with(side));
+        let message = format!("{side}-message-");
+        let frames = examples.iter().filter(|example| example.name.starts_with(&message));
         for example in frames.clone() {
             seeds.push(("frame", example.name.clone(), example.bytes[LENGTH_BYTES..].to_vec()));
         }
@@ -164,16 +166,16 @@ fn the_documents_example_is_cut_as_it_says() {
 #[test]
 fn a_preamble_tells_who_does_not_speak_the_protocol() {
     let read = |bytes: &[u8; 12]| Preamble::read_from_bytes(bytes).unwrap();
-    let mut bytes = *b"fedlane\0\x02\0\x01\0";
+    let mut bytes = *b"fedlane\0\x03\0\x01\0";
     assert_eq!(read(&bytes), Preamble::new(Channel::Control));
-    for theirs in [1, 3] {
+    for theirs in [2, 4] {
         bytes[8] = theirs as u8;
         assert_eq!(read(&bytes).channel(), Err(WireError::Version { theirs, ours: VERSION }));
     }
-    bytes[8..11].copy_from_slice(&[2, 0, 3]);
+    bytes[8..11].copy_from_slice(&[3, 0, 3]);
     assert_eq!(read(&bytes).channel(), Err(WireError::Channel { other: 3 }));
-    bytes[11] = 3;
-    assert_eq!(read(&bytes).answer(), Err(WireError::Answer { other: 3 }));
+    bytes[11] = 6;
+    assert_eq!(read(&bytes).answer(), Err(WireError::Answer { other: 6 }));
     let first = "GET / HT".to_owned();
     assert_eq!(read(b"GET / HTTP/1").channel(), Err(WireError::NotFedlane { first }));
 }
@@ -195,31 +197,99 @@ fn every_bit_of_a_data_hello_is_proven() {
 }
 
 #[test]
-fn a_place_and_a_key_follow_their_definitions() {
+fn every_bit_of_an_admission_is_proven() {
+    let (session, key) = ([3; 16], [4; 32]);
+    let hello = DataHello::new(session, 5, 6, &key);
+    let answer = hello.admission(&key);
+    assert!(answer.is_of(&hello, &key));
+    assert!(!answer.is_of(&hello, &[5; 32]));
+    for other in [(6, 6), (5, 7)] {
+        let other = DataHello::new(session, other.0, other.1, &key);
+        assert!(!answer.is_of(&other, &key));
+    }
+    let bytes = zerocopy::IntoBytes::as_bytes(&answer).to_vec();
+    for bit in 12 * 8..bytes.len() * 8 {
+        let mut forged = bytes.clone();
+        forged[bit / 8] ^= 1 << (bit % 8);
+        let forged = DataAnswer::read_from_bytes(&forged).unwrap();
+        assert!(!forged.is_of(&hello, &key), "bit {bit}");
+    }
+    // Nobody can send a hello back as its answer.
+    let mirrored: [u8; 32] = zerocopy::IntoBytes::as_bytes(&hello)[24..].try_into().unwrap();
+    assert!(!DataAnswer::admitted(mirrored).is_of(&hello, &key));
+}
+
+#[test]
+fn a_place_and_keys_follow_their_definitions() {
     let secret = Secret::new(wire_examples::SECRET);
     let name = blake3::derive_key("fedlane 2026 place", &wire_examples::SECRET);
     assert_eq!(secret.place(), name[..16]);
     assert_eq!(Secret::OPEN.place(), [0; 16]);
-    let joined = b"a frame";
-    let bound = [&wire_examples::SECRET[..], joined].concat();
-    let key = *blake3::keyed_hash(&[4; 32], &bound).as_bytes();
-    assert_eq!(bind_ticket(&[4; 32], &secret, joined), key);
+    let keys = ControlKeys::new(&secret, &[1; 32], &[2; 32]);
+    let made_of = [&wire_examples::SECRET[..], &[1; 32], &[2; 32]].concat();
+    let base = blake3::derive_key("fedlane 2026 control channel", &made_of);
+    let part = |label: &str| *blake3::keyed_hash(&base, label.as_bytes()).as_bytes();
+    assert_eq!(keys.aggregator_proof(), part("the aggregator knows"));
+    assert_eq!(keys.client_proof(), part("the client knows"));
+    let key = blake3::keyed_hash(&part("data channels"), &[4; 32]);
+    assert_eq!(keys.binding().key(&[4; 32]), *key.as_bytes());
+    let sealed = keys.seal(Side::Client).close(&[1, 0, 0, 0, 9]);
+    let seal = |part: u8, bytes: &[u8], key: [u8; 32]| {
+        let made_of = [&0_u64.to_le_bytes()[..], &[part], bytes].concat();
+        blake3::keyed_hash(&key, &made_of).as_bytes()[..16].to_vec()
+    };
+    let key = part("from the client");
+    let head = [vec![1, 0, 0, 0], seal(0, &[1, 0, 0, 0], key)].concat();
+    assert_eq!(sealed, [head, vec![9], seal(1, &[9], key)].concat());
 }
 
-/// Whoever knows the ticket and the `Join`, but not the secret, opens nothing.
+/// Whoever knows all but one of what keys are made of knows nothing.
 #[test]
-fn a_key_needs_ticket_secret_and_join() {
-    let (secret, other) = (Secret::new([1; 32]), Secret::new([2; 32]));
-    let key = bind_ticket(&[4; 32], &secret, b"a frame");
+fn keys_need_the_secret_and_both_numbers() {
+    let secret = Secret::new([1; 32]);
+    let keys = ControlKeys::new(&secret, &[2; 32], &[3; 32]);
     for wrong in [
-        bind_ticket(&[5; 32], &secret, b"a frame"),
-        bind_ticket(&[4; 32], &other, b"a frame"),
-        bind_ticket(&[4; 32], &Secret::OPEN, b"a frame"),
-        bind_ticket(&[4; 32], &secret, b"another frame"),
+        ControlKeys::new(&Secret::new([9; 32]), &[2; 32], &[3; 32]),
+        ControlKeys::new(&Secret::OPEN, &[2; 32], &[3; 32]),
+        ControlKeys::new(&secret, &[9; 32], &[3; 32]),
+        ControlKeys::new(&secret, &[2; 32], &[9; 32]),
+        ControlKeys::new(&secret, &[3; 32], &[2; 32]),
     ] {
-        assert!(DataHello::new([3; 16], 5, 6, &key).is_admitted_by(&[3; 16], &key));
-        assert!(!DataHello::new([3; 16], 5, 6, &wrong).is_admitted_by(&[3; 16], &key));
+        assert!(!keys.is_aggregator(&wrong.aggregator_proof()));
+        assert!(!keys.is_client(&wrong.client_proof()));
+        let (key, other) = (keys.binding().key(&[4; 32]), wrong.binding().key(&[4; 32]));
+        assert!(!DataHello::new([3; 16], 5, 6, &other).is_admitted_by(&[3; 16], &key));
     }
+    // What one side says proves nothing when it is sent back.
+    assert!(!keys.is_client(&keys.aggregator_proof()));
+    assert!(!keys.is_aggregator(&keys.client_proof()));
+    let mirrored = keys.seal(Side::Client).close(&[1, 0, 0, 0, 9]);
+    assert_eq!(open(&mut keys.seal(Side::Aggregator), &mirrored), Err(WireError::Seal));
+}
+
+fn open(seal: &mut frame::Seal, sealed: &[u8]) -> Result<Vec<u8>, WireError> {
+    let (head, rest) = sealed.split_first_chunk().unwrap();
+    let bytes = seal.open_head(head, limits::MAX_FRAME_BYTES)?;
+    assert_eq!(bytes as usize + frame::SEAL_BYTES, rest.len());
+    Ok(seal.open_message(rest)?.to_vec())
+}
+
+#[test]
+fn a_changed_repeated_or_moved_message_is_refused() {
+    let keys = ControlKeys::new(&Secret::new([1; 32]), &[2; 32], &[3; 32]);
+    let frame = frame::encode(&ClientMessage::Uploading { round: 7 }).unwrap();
+    let mut writer = keys.seal(Side::Client);
+    let (first, second) = (writer.close(&frame), writer.close(&frame));
+    let mut reader = keys.seal(Side::Client);
+    assert_eq!(open(&mut reader, &second), Err(WireError::Seal), "one was left out");
+    for bit in 0..first.len() * 8 {
+        let mut forged = first.clone();
+        forged[bit / 8] ^= 1 << (bit % 8);
+        assert_eq!(open(&mut reader, &forged), Err(WireError::Seal), "bit {bit}");
+    }
+    assert_eq!(open(&mut reader, &first).unwrap(), frame[LENGTH_BYTES..]);
+    assert_eq!(open(&mut reader, &first), Err(WireError::Seal), "it came twice");
+    assert_eq!(open(&mut reader, &second).unwrap(), frame[LENGTH_BYTES..]);
 }
 
 /// A secret in a log would open its place.

@@ -97,6 +97,8 @@ class Aggregator:
         order: Literal["arrival", "client"] = "arrival",
         deadline_ms: int = 30_000,
         progress: _Progress | None = None,
+        secret: bytes | None = None,
+        insecure: bool = False,
     ) -> Self: ...
     @property
     def address(self) -> str: ...
@@ -126,6 +128,7 @@ class Client(Iterator[int]):
         model: Region,
         deadline_ms: int = 30_000,
         progress: _Progress | None = None,
+        secret: bytes | None = None,
     ) -> Self: ...
     @property
     def model(self) -> Region: ...

@@ -20,14 +20,15 @@ use crate::region::Region;
 
 /// The process that averages: it listens, waits for its clients and runs rounds.
 ///
-/// Aggregator(address, *, clients, rounds=1, order="arrival", deadline_ms=30000, progress=None)
-/// listens at once. `address` is "HOST:PORT"; port 0 takes a free one, and 0.0.0.0 lets other
+/// Aggregator(address, *, clients, rounds=1, order="arrival", deadline_ms=30000, progress=None,
+/// secret=None, insecure=False) listens at once. `address` is "HOST:PORT"; port 0 takes a free one, and 0.0.0.0 lets other
 /// machines in. `clients` is how many are waited for, `rounds` how many rounds there will be.
 /// order="client" adds the clients' updates up in the order of their names, so that the mean has the
 /// same bits whoever comes first. A peer that is silent for `deadline_ms` milliseconds is given up.
-/// Connections are neither encrypted nor authenticated: use networks that you trust.
+/// Where other machines can reach it, it takes a `secret`, 32 bytes that all clients know too, or
+/// insecure=True. Models are not encrypted.
 ///
-///     with fedlane.Aggregator("0.0.0.0:7733", clients=2, rounds=3) as aggregator:
+///     with fedlane.Aggregator("0.0.0.0:7733", clients=2, rounds=3, secret=key) as aggregator:
 ///         aggregator.gather()
 ///         for _ in range(3):
 ///             mean = aggregator.round()
@@ -53,7 +54,7 @@ pub struct Aggregator {
 }
 
 enum State {
-    Listening(aggregator::Aggregator),
+    Listening(Box<aggregator::Aggregator>),
     /// With the rounds that are done.
     Session(Box<Session>, u32),
     /// A call runs, maybe on another thread.
@@ -177,7 +178,8 @@ impl State {
 #[pymethods]
 impl Aggregator {
     #[new]
-    #[pyo3(signature = (address, *, clients, rounds=1, order="arrival", deadline_ms=30_000, progress=None))]
+    #[pyo3(signature = (address, *, clients, rounds=1, order="arrival", deadline_ms=30_000, progress=None, secret=None, insecure=false))]
+    #[allow(clippy::too_many_arguments)] // They have names in Python.
     fn new(
         py: Python<'_>,
         address: String,
@@ -186,6 +188,8 @@ impl Aggregator {
         order: &str,
         deadline_ms: u64,
         progress: Option<Py<PyAny>>,
+        secret: Option<[u8; 32]>,
+        insecure: bool,
     ) -> PyResult<Aggregator> {
         let order = match order {
             "arrival" => Order::Arrival,
@@ -196,7 +200,16 @@ impl Aggregator {
             }
         };
         let deadline = Duration::from_millis(deadline_ms);
-        let config = AggregatorConfig { clients, rounds, order, deadline, ..Default::default() };
+        let secret = blocking::check_secret(secret)?;
+        let config = AggregatorConfig {
+            clients,
+            rounds,
+            order,
+            deadline,
+            secret,
+            insecure,
+            ..Default::default()
+        };
         // Looks a name up.
         let bind = move || aggregator::Aggregator::bind(address, config);
         let aggregator = blocking::run(py, bind, || {})?.or_raise()?;
@@ -205,7 +218,7 @@ impl Aggregator {
             rounds,
             canceller: aggregator.canceller(),
             progress,
-            state: Mutex::new(State::Listening(aggregator)),
+            state: Mutex::new(State::Listening(Box::new(aggregator))),
         })
     }
 

@@ -95,3 +95,16 @@ pub fn check_deadline(deadline_ms: u64) -> PyResult<u64> {
         ))),
     }
 }
+
+/// A shared secret as Python gives it; without one everyone may join.
+pub fn check_secret(secret: Option<[u8; 32]>) -> PyResult<fedlane::wire::hello::Secret> {
+    use fedlane::wire::hello::Secret;
+    match secret.map(Secret::new) {
+        None => Ok(Secret::OPEN),
+        // Zeros mean that there is none.
+        Some(Secret::OPEN) => Err(pyo3::exceptions::PyValueError::new_err(
+            "a secret is 32 random bytes, as secrets.token_bytes(32) gives them, not zeros",
+        )),
+        Some(secret) => Ok(secret),
+    }
+}

@@ -18,7 +18,7 @@ use crate::region::Region;
 
 /// The process that trains: it joins an aggregator, sends its updates and gets the mean.
 ///
-/// Client(address, *, name, examples, model, deadline_ms=30000, progress=None) dials "HOST:PORT" and
+/// Client(address, *, name, examples, model, deadline_ms=30000, progress=None, secret=None) dials "HOST:PORT" and
 /// waits until all clients of the session have joined. `name` is unique in the session. `examples`,
 /// 0 or more, is this client's weight in the mean. `model`, a Region, says the layout; it is what
 /// `client.model` is at first. An aggregator that is silent for `deadline_ms` milliseconds is
@@ -33,7 +33,7 @@ use crate::region::Region;
 ///     use(client.model)                # the last mean
 ///
 /// Every call that waits lets other threads run and ends on Ctrl-C. Leaving the `with` block early
-/// tells the aggregator why.
+/// tells the aggregator why. `secret`, 32 bytes, is that of the aggregator, if it has one.
 ///
 /// `progress` is called as progress(phase, name, done_bytes, total_bytes) every 50 ms while bytes
 /// move, and at the end of each phase, "upload" or "download". What it raises ends the session.
@@ -160,7 +160,8 @@ impl State {
 #[pymethods]
 impl Client {
     #[new]
-    #[pyo3(signature = (address, *, name, examples, model, deadline_ms=30_000, progress=None))]
+    #[pyo3(signature = (address, *, name, examples, model, deadline_ms=30_000, progress=None, secret=None))]
+    #[allow(clippy::too_many_arguments)] // They have names in Python.
     fn new(
         py: Python<'_>,
         address: String,
@@ -169,11 +170,13 @@ impl Client {
         model: Py<Region>,
         deadline_ms: u64,
         progress: Option<Py<PyAny>>,
+        secret: Option<[u8; 32]>,
     ) -> PyResult<Client> {
         let config = ClientConfig {
             name: name.clone(),
             examples,
-            secret: fedlane::wire::hello::Secret::OPEN,
+            secret: blocking::check_secret(secret)?,
+            tls: None,
             send_path: None,
             receive_path: ReceiveKind::default(),
             congestion: Congestion::Auto,

@@ -120,19 +120,58 @@ def plan():
     [
         ("preamble-control", 1, 0),
         ("preamble-data", 2, 0),
-        ("answer-admitted", 2, 0),
         ("answer-wrong-ticket", 2, 1),
         ("answer-taken", 2, 2),
+        ("answer-expired", 2, 3),
+        ("answer-no-place", 1, 4),
+        ("answer-tls-wanted", 1, 5),
     ],
 )
 def test_preambles(name, channel, answer):
-    assert struct.unpack("<8sHBB", EXAMPLES[name]) == (b"fedlane\0", 2, channel, answer)
+    assert struct.unpack("<8sHBB", EXAMPLES[name]) == (b"fedlane\0", 3, channel, answer)
+
+
+SECRET = b"a secret of 32 bytes, never sent"
+
+
+def keyed(key, *parts):
+    return blake3.blake3(b"".join(parts), key=key).digest()
+
+
+def keys(label):
+    """One key of the control channel of the examples."""
+    nonces = EXAMPLES["opening"][16:] + EXAMPLES["reply"][:32]
+    context = "fedlane 2026 control channel"
+    base = blake3.blake3(SECRET + nonces, derive_key_context=context).digest()
+    return keyed(base, label)
+
+
+def test_a_control_channel_is_opened():
+    place = blake3.blake3(SECRET, derive_key_context="fedlane 2026 place").digest()
+    assert EXAMPLES["opening"][:16] == place[:16]
+    assert EXAMPLES["reply"][32:] == keys(b"the aggregator knows")
+    assert EXAMPLES["client-proof"] == keys(b"the client knows")
+
+
+def test_messages_are_sealed():
+    data, key = Reader(EXAMPLES["sealed-messages"]), keys(b"from the client")
+    for number in range(2):
+        length = data.take(4)
+        assert data.take(16) == keyed(key, u64(number), b"\0", length)[:16]
+        message = data.take(*struct.unpack("<I", length))
+        assert message == b"\x04"
+        assert data.take(16) == keyed(key, u64(number), b"\1", message)[:16]
+    assert data.at == len(data.data)
 
 
 def test_the_ticket_proves_the_data_hello():
     hello, proof = EXAMPLES["data-hello"][:24], EXAMPLES["data-hello"][24:]
     assert struct.unpack("<16sII", hello) == (plan()["session"], plan()["client"], 2)
-    assert blake3.blake3(hello, key=plan()["ticket"]).digest() == proof
+    key = keyed(keys(b"data channels"), plan()["ticket"])
+    assert keyed(key, b"client", hello) == proof
+    preamble, answer = EXAMPLES["answer-admitted"][:12], EXAMPLES["answer-admitted"][12:]
+    assert struct.unpack("<8sHBB", preamble) == (b"fedlane\0", 3, 2, 0)
+    assert keyed(key, b"aggregator", hello, proof) == answer
 
 
 def test_join():

@@ -1,10 +1,13 @@
 //! One side of a benchmark: which processes to start, and what to read from their reports.
 
+use std::path::PathBuf;
+
 use clap::Args;
 use fedlane::manifest::Dtype;
 
 use super::sample::Sample;
 use crate::args::{Averager, AveragingArg, Paths, parse_bytes, parse_dtype};
+use crate::cert;
 use crate::check::{Expected, Sender};
 use crate::group::Group;
 use crate::update::Update;
@@ -35,6 +38,10 @@ pub struct Setup {
     /// What the aggregator does with updates: "checksum" and "discard" drop them
     #[arg(long, value_enum, value_name = "SINK", default_value_t = Sink::Mean)]
     pub sink: Sink,
+
+    /// Encrypt all connections of whole rounds with TLS
+    #[arg(long)]
+    pub tls: bool,
 
     #[command(flatten)]
     pub averager: Averager,
@@ -77,12 +84,15 @@ impl Setup {
     /// Runs one session and gives a sample for each measured round.
     pub fn run(&self, kind: Kind) -> anyhow::Result<Vec<Sample>> {
         let mut group = Group::new();
-        group.start("receiver", &self.receiver_args(kind)?)?;
+        let certificates = (self.tls && kind == Kind::Round).then(Certificates::new).transpose()?;
+        let (shown, trusted) = certificates.as_ref().map(Certificates::args).unwrap_or_default();
+        group.start("receiver", &[self.receiver_args(kind)?, shown].concat())?;
         let listening = group.await_event("listening")?;
         let address = listening["address"].as_str().unwrap_or_default();
         for client in 0..self.clients {
             let name = format!("client-{:03}", client + 1);
-            group.start(&name, &self.sender_args(kind, client, &name, address))?;
+            let args = self.sender_args(kind, client, &name, address);
+            group.start(&name, &[args, trusted.clone()].concat())?;
         }
         let reports = group.finish(&mut |_, _| {})?;
         Sample::read(&reports, self.clients)
@@ -152,5 +162,34 @@ impl Setup {
             }
         }
         args
+    }
+}
+
+/// Certificates of one session, in a directory that goes with it.
+struct Certificates {
+    directory: PathBuf,
+}
+
+impl Certificates {
+    fn new() -> anyhow::Result<Certificates> {
+        let name = format!("fedlane-bench-{}", std::process::id());
+        let certificates = Certificates { directory: std::env::temp_dir().join(name) };
+        cert::write_certificates(&certificates.directory, &[], &[])?;
+        Ok(certificates)
+    }
+
+    /// Of the aggregator, and of its clients.
+    fn args(&self) -> (Vec<String>, Vec<String>) {
+        let arg =
+            |flag: &str, file: &str| format!("{flag}={}", self.directory.join(file).display());
+        let shown = vec![arg("--tls-cert", "server.pem"), arg("--tls-key", "server.key")];
+        (shown, vec![arg("--tls-ca", "ca.pem")])
+    }
+}
+
+impl Drop for Certificates {
+    fn drop(&mut self) {
+        // What is left there is of no use to anyone.
+        let _ = std::fs::remove_dir_all(&self.directory);
     }
 }

@@ -5,6 +5,7 @@ mod awkward_models;
 mod client_order;
 mod command_line;
 mod demo;
+mod doors;
 mod memory;
 mod models;
 mod outputs;

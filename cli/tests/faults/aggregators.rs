@@ -70,7 +70,7 @@ fn a_mail_server_with_colours_instead_of_an_aggregator() {
 
 #[test]
 fn an_aggregator_of_another_version() {
-    fake_answers(b"fedlane\0\x03\0\x01\0", &["version 3 of the protocol and this is version 2"]);
+    fake_answers(b"fedlane\0\x02\0\x01\0", &["version 2 of the protocol and this is version 3"]);
 }
 
 #[test]
@@ -96,14 +96,27 @@ fn an_aggregator_that_never_accepts() {
 
 #[test]
 fn an_aggregator_that_sends_garbage() {
-    let garbage = b"fedlane\0\x02\0\x01\0\xde\xad\xbe\xef\xde\xad\xbe\xef";
-    fake_answers(garbage, &["bytes was announced"]);
+    const GARBAGE: [u8; 76] = {
+        let mut bytes = [0xde; 76];
+        let preamble = *b"fedlane\0\x03\0\x01\0";
+        let mut at = 0;
+        while at < preamble.len() {
+            bytes[at] = preamble[at];
+            at += 1;
+        }
+        bytes
+    };
+    fake_answers(&GARBAGE, &["could not prove that it knows the secret"]);
 }
 
 #[test]
 fn an_aggregator_that_sends_what_is_no_message() {
-    let message = b"fedlane\0\x02\0\x01\0\x04\0\0\0\xee\xee\xee\xee";
-    fake_answers(message, &["bytes that are no message"]);
+    let act = |listener| {
+        let fake = FakeAggregator::welcome(listener);
+        fake.writer.send_frame(b"\x04\0\0\0\xee\xee\xee\xee").unwrap();
+        fake
+    };
+    fake(act, &["bytes that are no message"]);
 }
 
 #[test]

@@ -210,33 +210,33 @@ fn a_client_that_says_why_it_gives_up_in_many_dirty_words() {
 #[test]
 fn a_message_that_does_not_exist() {
     hostile_while_waiting(
-        |bad| bad.say_bytes(&[2, 0, 0, 0, 99, 0]),
+        |bad| bad.say_frame(&[2, 0, 0, 0, 99, 0]),
         &["bytes that are no message"],
     );
 }
 
 #[test]
 fn a_message_with_bytes_behind_it() {
-    hostile_while_waiting(|bad| bad.say_bytes(&[2, 0, 0, 0, 4, 0]), &["1 bytes too many"]);
+    hostile_while_waiting(|bad| bad.say_frame(&[2, 0, 0, 0, 4, 0]), &["1 bytes too many"]);
 }
 
 #[test]
 fn garbage_instead_of_messages() {
     let garbage: Vec<u8> = (0..10_000_u32).map(|i| (i * i + 255) as u8).collect();
-    hostile_while_waiting(|bad| bad.say_bytes(&garbage), &["a message of", "was announced"]);
+    hostile_while_waiting(|bad| bad.say_bytes(&garbage), &["does not carry the right seal"]);
 }
 
 #[test]
 fn a_message_of_four_gigabytes() {
     hostile_while_waiting(
-        |bad| bad.say_bytes(&[255; 4]),
+        |bad| bad.say_frame(&[255; 4]),
         &["a message of 4294967295 bytes was announced"],
     );
 }
 
 #[test]
 fn a_message_that_stops_in_the_middle() {
-    hostile_while_waiting(|bad| bad.say_bytes(&[200, 0, 0, 0, 1, 2]), &["no sign of life"]);
+    hostile_while_waiting(|bad| bad.say_frame(&[200, 0, 0, 0, 1, 2]), &["no sign of life"]);
 }
 
 #[test]

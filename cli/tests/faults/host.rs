@@ -76,7 +76,7 @@ fn too_few_open_files_for_a_client() {
 #[test]
 fn too_little_address_space() {
     // From too little for a few threads to enough for everything.
-    for kib in (16_000..62_000).step_by(4_000) {
+    for kib in (24_000..70_000).step_by(4_000) {
         let args = ["serve", "--listen=127.0.0.1:0", "--clients=1", "--deadline-ms=600"];
         let serve = limited(&format!("-v {kib}"), &args);
         if let Some(line) = serve.try_line("listening on ") {

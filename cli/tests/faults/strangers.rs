@@ -3,10 +3,11 @@
 use std::io::Write;
 use std::net::TcpStream;
 
-use super::hostile::{HostileClient, Process, model};
+use super::hostile::{HostileClient, Process, hello_answer, model};
 use super::session::{SOON, Session};
-use fedlane::control::{read_fixed, write_fixed};
-use fedlane::wire::hello::{Answer, Channel, DataHello, Preamble};
+use fedlane::control::ControlChannel;
+use fedlane::link::Link;
+use fedlane::wire::hello::{Answer, DataHello, Secret};
 use fedlane::wire::message::Plan;
 
 /// Strangers do what `visit` does; then the session still runs to its end.
@@ -39,7 +40,7 @@ fn a_web_browser_at_the_port() {
 #[test]
 fn a_tls_client_at_the_port() {
     let hello = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\x1b[31m";
-    stranger_sends(hello, "it began with \"\\x16\\x03\\x01");
+    stranger_sends(hello, "the peer speaks TLS and this side does not");
 }
 
 #[test]
@@ -49,29 +50,61 @@ fn another_version_at_the_port() {
 
 #[test]
 fn a_channel_that_does_not_exist() {
-    stranger_sends(b"fedlane\0\x02\0\x07\0", "channel type 7, which does not exist");
+    stranger_sends(b"fedlane\0\x03\0\x07\0", "channel type 7, which does not exist");
+}
+
+/// Somebody who has opened a control channel says this first, with the right seals.
+fn first_frame(frame: &'static [u8], warning: &str) {
+    let visit = |session: &Session| {
+        let link = Link::plain(TcpStream::connect(&session.address).unwrap());
+        let channel = ControlChannel::open(link, &Secret::OPEN, SOON).unwrap();
+        channel.writer.send_frame(frame).unwrap();
+        session.serve.await_word(warning);
+    };
+    strangers(visit, warning);
 }
 
 #[test]
 fn a_control_channel_that_begins_with_four_gigabytes() {
-    stranger_sends(b"fedlane\0\x02\0\x01\0\xff\xff\xff\xff", "4294967295 bytes was announced");
+    first_frame(b"\xff\xff\xff\xff", "4294967295 bytes was announced");
 }
 
 #[test]
 fn a_control_channel_that_begins_with_garbage() {
-    stranger_sends(b"fedlane\0\x02\0\x01\0\x03\0\0\0\xee\xee\xee", "bytes that are no message");
+    first_frame(b"\x03\0\0\0\xee\xee\xee", "bytes that are no message");
 }
 
 #[test]
 fn a_control_channel_that_begins_with_something_else() {
-    stranger_sends(b"fedlane\0\x02\0\x01\0\x01\0\0\0\x04", "not a request to join");
+    first_frame(b"\x01\0\0\0\x04", "not a request to join");
+}
+
+#[test]
+fn a_control_channel_to_a_place_that_is_not() {
+    let opening = b"fedlane\0\x03\0\x01\0a place of 16 by and a nonce of any 32 bytes, yes.";
+    stranger_sends(opening, "has another secret");
+}
+
+#[test]
+fn a_control_channel_without_proof() {
+    const OPENING: [u8; 92] = {
+        let mut bytes = [0; 92];
+        let preamble = *b"fedlane\0\x03\0\x01\0";
+        let mut at = 0;
+        while at < preamble.len() {
+            bytes[at] = preamble[at];
+            at += 1;
+        }
+        bytes
+    };
+    stranger_sends(&OPENING, "could not prove that it knows the secret");
 }
 
 #[test]
 fn a_data_channel_before_there_is_a_plan() {
     const HELLO: [u8; 68] = {
         let mut hello = [0; 68];
-        let preamble = *b"fedlane\0\x02\0\x02\0";
+        let preamble = *b"fedlane\0\x03\0\x02\0";
         let mut at = 0;
         while at < preamble.len() {
             hello[at] = preamble[at];
@@ -85,7 +118,7 @@ fn a_data_channel_before_there_is_a_plan() {
 #[test]
 fn strangers_that_leave_or_say_little() {
     let visit = |session: &Session| {
-        for part in [&b""[..], b"f", b"fedlan", b"fedlane\0\x02\0\x01\0\x10\0"] {
+        for part in [&b""[..], b"f", b"fedlan", b"fedlane\0\x03\0\x01\0\x10\0"] {
             let mut socket = TcpStream::connect(&session.address).unwrap();
             socket.write_all(part).unwrap();
         }
@@ -109,11 +142,8 @@ fn forged(forge: impl Fn(&Plan) -> DataHello) {
     let session = Session::start();
     let mut peer = HostileClient::join(&session.address, "peer", &model());
     let plan = peer.await_plan();
-    let mut socket = TcpStream::connect(&session.address).unwrap();
-    write_fixed(&mut socket, &Preamble::new(Channel::Data)).unwrap();
-    write_fixed(&mut socket, &forge(&plan)).unwrap();
-    let answer: Preamble = read_fixed(&mut socket).unwrap();
-    assert_eq!(answer.answer(), Ok(Answer::WrongTicket));
+    let socket = TcpStream::connect(&session.address).unwrap();
+    assert_eq!(hello_answer(&socket, &forge(&plan)), Answer::WrongTicket);
     session.serve.await_word("its ticket was not accepted");
     peer.open(0..2);
     peer.finish();
@@ -152,12 +182,9 @@ fn a_data_channel_that_is_opened_twice() {
     let mut peer = HostileClient::join(&session.address, "peer", &model());
     let plan = peer.await_plan();
     peer.open(0..1);
-    let mut socket = TcpStream::connect(&session.address).unwrap();
-    write_fixed(&mut socket, &Preamble::new(Channel::Data)).unwrap();
+    let socket = TcpStream::connect(&session.address).unwrap();
     let hello = DataHello::new(plan.session, plan.client, 0, &plan.ticket);
-    write_fixed(&mut socket, &hello).unwrap();
-    let answer: Preamble = read_fixed(&mut socket).unwrap();
-    assert_eq!(answer.answer(), Ok(Answer::Taken));
+    assert_eq!(hello_answer(&socket, &hello), Answer::Taken);
     peer.open(1..2);
     peer.finish();
     session.serve.succeeds(SOON);

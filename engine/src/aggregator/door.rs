@@ -3,12 +3,12 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::{Event, Joined};
 use crate::channel::DataChannel;
@@ -16,8 +16,11 @@ use crate::control::{self, Congestion, ControlChannel, printable};
 use crate::error::{ControlError, DoorError};
 use crate::lane::ConnectionId;
 use crate::limits;
-use crate::wire::frame;
-use crate::wire::hello::{Answer, Channel, DataHello, Place, Preamble, Secret, SessionId, Ticket};
+use crate::link::Link;
+use crate::tls::{ServerTls, Tls};
+use crate::wire::hello::{
+    Answer, Channel, DataAnswer, DataHello, Place, Preamble, Secret, SessionId, Ticket,
+};
 use crate::wire::message::ClientMessage;
 
 /// Who may open data channels of a session, and who wants to know.
@@ -28,16 +31,47 @@ pub(crate) struct Tickets {
 
 /// What lets the data channels of one client's connection in.
 pub(crate) struct Pass {
-    /// What their hellos prove to know.
+    /// The key of their hellos.
     pub key: Ticket,
     /// The connection.
     pub connection: ConnectionId,
     /// Which streams are open already.
     pub taken: Vec<bool>,
+    /// Until when they may come.
+    pub expiry: Expiry,
 }
 
-/// Takes everyone who has said what he comes for.
-pub(crate) type Welcome = Box<dyn Fn(Visit) + Send + Sync>;
+/// When tickets that have not been used are worth nothing any more.
+pub(crate) struct Expiry {
+    lifetime: Duration,
+    until: Instant,
+}
+
+impl Expiry {
+    /// After `lifetime` in which no stream was admitted: each one that is, is progress.
+    pub fn after(lifetime: Duration) -> Expiry {
+        Expiry { lifetime, until: Instant::now() + lifetime }
+    }
+
+    fn renew(&mut self) {
+        self.until = Instant::now() + self.lifetime;
+    }
+
+    fn is_over(&self) -> bool {
+        Instant::now() > self.until
+    }
+}
+
+/// Finds the secret of a place, if there is that place.
+type Find = dyn Fn(&Place) -> Option<Secret> + Send + Sync;
+
+/// Who is behind a door.
+pub(crate) struct Reception {
+    /// The secret of a place, if there is that place.
+    pub secret: Box<Find>,
+    /// Takes everyone who has said what he comes for.
+    pub welcome: Box<dyn Fn(Visit) + Send + Sync>,
+}
 
 /// Somebody with a control channel.
 pub(crate) enum Visit {
@@ -50,7 +84,8 @@ pub(crate) enum Visit {
 /// What the handshake threads share.
 struct Hall {
     sessions: Mutex<HashMap<SessionId, Tickets>>,
-    welcome: Welcome,
+    reception: Reception,
+    tls: Option<ServerTls>,
     congestion: Congestion,
     visitors: Mutex<Visitors>,
     closed: AtomicBool,
@@ -80,11 +115,13 @@ impl Door {
     pub fn open(
         listener: TcpListener,
         congestion: Congestion,
-        welcome: Welcome,
+        tls: Option<ServerTls>,
+        reception: Reception,
     ) -> io::Result<Door> {
         let hall = Arc::new(Hall {
             sessions: Mutex::default(),
-            welcome,
+            reception,
+            tls,
             congestion,
             visitors: Mutex::default(),
             closed: AtomicBool::new(false),
@@ -130,7 +167,7 @@ impl Drop for Door {
             // The thread cannot panic, and there is nobody to tell.
             let _ = thread.join();
         }
-        for visitor in self.hall.visitors().sockets.values() {
+        for (_, visitor) in self.hall.visitors().waiting.values() {
             // Fails where the visitor has left already.
             let _ = visitor.shutdown(Shutdown::Both);
         }
@@ -153,8 +190,8 @@ fn accept_all(listener: &TcpListener, hall: &Arc<Hall>) {
     }
 }
 
-/// Serves a visitor on a thread of its own. Too many make the oldest leave: whoever means well
-/// says at once who it is, and so is never the oldest for long.
+/// Serves a visitor on a thread of its own. Too many make one of the oldest leave: whoever means well
+/// says at once who it is, and so is never among them for long.
 fn receive_visitor(socket: TcpStream, hall: &Arc<Hall>) {
     let entered = hall.visitors().enter(&socket);
     let number = match entered {
@@ -177,7 +214,7 @@ fn receive_visitor(socket: TcpStream, hall: &Arc<Hall>) {
                     "connection from {peer} closed: others came, and it had said nothing"
                 );
             }
-            Ok(Visitor::Client(visit)) => (inside.welcome)(visit),
+            Ok(Visitor::Client(visit)) => (inside.reception.welcome)(visit),
             Err(error) => tracing::warn!("connection from {peer} refused: {error}"),
         }
     });
@@ -191,25 +228,38 @@ fn receive_visitor(socket: TcpStream, hall: &Arc<Hall>) {
 #[derive(Default)]
 struct Visitors {
     next: u64,
-    sockets: BTreeMap<u64, TcpStream>,
+    waiting: BTreeMap<u64, (IpAddr, TcpStream)>,
 }
 
 impl Visitors {
     fn enter(&mut self, socket: &TcpStream) -> io::Result<u64> {
-        if self.sockets.len() >= limits::MAX_VISITORS
-            && let Some((_, oldest)) = self.sockets.pop_first()
+        let address = socket.peer_addr()?.ip();
+        if self.waiting.len() >= limits::MAX_VISITORS
+            && let Some(number) = self.next_to_leave()
+            && let Some((_, oldest)) = self.waiting.remove(&number)
         {
             // Fails where the visitor has left already.
             let _ = oldest.shutdown(Shutdown::Both);
         }
         self.next += 1;
-        self.sockets.insert(self.next, socket.try_clone()?);
+        self.waiting.insert(self.next, (address, socket.try_clone()?));
         Ok(self.next)
+    }
+
+    /// The oldest from the address that has the most: who floods the door pushes out himself.
+    fn next_to_leave(&self) -> Option<u64> {
+        let mut counts = HashMap::new();
+        for (address, _) in self.waiting.values() {
+            *counts.entry(*address).or_insert(0_usize) += 1;
+        }
+        let most = counts.values().copied().max()?;
+        let crowd = |(_, (address, _)): &(&u64, &(IpAddr, TcpStream))| counts[address] == most;
+        self.waiting.iter().find(crowd).map(|(number, _)| *number)
     }
 
     /// False if the visitor was made to leave before.
     fn leave(&mut self, number: u64) -> bool {
-        self.sockets.remove(&number).is_some()
+        self.waiting.remove(&number).is_some()
     }
 }
 
@@ -219,35 +269,49 @@ enum Visitor {
     Stream(Sender<Event>, Event),
 }
 
-fn welcome(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorError> {
-    socket.set_read_timeout(Some(limits::HANDSHAKE))?;
+fn welcome(socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorError> {
+    // For all first bytes together: who sends them one by one wins no time.
+    let until = Instant::now() + limits::HANDSHAKE;
     socket.set_write_timeout(Some(limits::HANDSHAKE))?;
     control::settle(&socket, &hall.congestion)?;
-    let preamble: Preamble = control::read_fixed(&mut socket)?;
-    match preamble.channel() {
-        Ok(Channel::Control) => welcome_client(socket, hall),
-        Ok(Channel::Data) => welcome_stream(socket, hall),
+    let link = Link::accepted(socket, hall.tls.as_ref(), until)?;
+    let preamble: Preamble = link.read_fixed(until)?;
+    match preamble.dialled() {
+        Ok(Channel::Control) => welcome_client(link, hall, until),
+        Ok(Channel::Data) => welcome_stream(link, hall, until),
         Err(error) => {
             // So that a peer of another version can say what it met.
-            let _ = control::write_fixed(&mut socket, &Preamble::new(Channel::Control));
+            let _ = link.write_fixed(&Preamble::new(Channel::Control));
             Err(ControlError::from(error).into())
         }
     }
 }
 
-fn welcome_client(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorError> {
-    control::write_fixed(&mut socket, &Preamble::new(Channel::Control))?;
-    let address = socket.peer_addr()?;
-    let mut channel = ControlChannel::new(socket, limits::HANDSHAKE)?;
+fn welcome_client(link: Link, hall: &Hall, until: Instant) -> Result<Visitor, DoorError> {
+    let address = link.peer_addr()?;
+    let find = |place: &Place| match (hall.reception.secret)(place) {
+        // A door that closes empties its places: a client would think that it is not wanted.
+        None if hall.closed.load(Ordering::SeqCst) => Err(ControlError::Closed),
+        found => Ok(found),
+    };
+    let accepted = ControlChannel::accept(link, find, until);
+    let (mut channel, proven) = accepted.map_err(|error| match error {
+        ControlError::NoPlace => DoorError::NoPlace,
+        error => error.into(),
+    })?;
     let bytes = channel.reader.read_length(limits::MAX_FRAME_BYTES)?;
     let room = Room::take(&hall.held_bytes, bytes)?;
+    // A long message may take longer, but not as long as it likes.
+    channel.reader.set_end(until + Duration::from_secs(bytes / limits::SLOWEST_LINK_BYTES_S));
     let message = channel.reader.read_body(bytes)?;
     drop(room);
-    let frame = frame::encode(&message).map_err(ControlError::from)?;
+    channel.set_deadline(limits::HANDSHAKE)?;
     let visit = match message {
         ClientMessage::Join { name, examples, header, place, resumes } => {
-            let (name, secret) = (printable(&name), Secret::OPEN);
-            let joined = Joined {
+            check_place(place, proven)?;
+            check_name(&channel, &name, hall)?;
+            let name = printable(&name);
+            Visit::Join(Box::new(Joined {
                 channel,
                 address,
                 name,
@@ -255,18 +319,33 @@ fn welcome_client(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorErr
                 header,
                 place,
                 resumes,
-                secret,
-                frame,
                 rank: 0,
-            };
-            Visit::Join(Box::new(joined))
+                seat: None,
+            }))
         }
         ClientMessage::Call { name, place } => {
+            check_place(place, proven)?;
             Visit::Call { channel, name: printable(&name), place }
         }
         _ => return Err(DoorError::NoJoin),
     };
     Ok(Visitor::Client(visit))
+}
+
+/// Who knows the secret of one place may not ask for another.
+fn check_place(asked: Place, proven: Place) -> Result<(), DoorError> {
+    if asked == proven { Ok(()) } else { Err(DoorError::OtherPlace) }
+}
+
+/// A client may have only a name that is in its certificate, where it needs one.
+fn check_name(channel: &ControlChannel, name: &str, hall: &Hall) -> Result<(), DoorError> {
+    let names = channel.link().tls().and_then(Tls::names);
+    if hall.tls.as_ref().is_none_or(|tls| tls.admits(name, names)) {
+        return Ok(());
+    }
+    let error = DoorError::Name { name: printable(name) };
+    super::refuse(channel, &error.to_string());
+    Err(error)
 }
 
 /// Memory that a visitor's first message may take.
@@ -294,30 +373,71 @@ impl Drop for Room<'_> {
     }
 }
 
-fn welcome_stream(mut socket: TcpStream, hall: &Hall) -> Result<Visitor, DoorError> {
-    let hello: DataHello = control::read_fixed(&mut socket)?;
-    let checked = check_ticket(&hello, hall);
-    let answer = checked.as_ref().err().copied().unwrap_or(Answer::Admitted);
-    control::write_fixed(&mut socket, &Preamble::answering(Channel::Data, answer))?;
-    let (events, connection) =
-        checked.map_err(|answer| DoorError::Ticket { answer: answer.text() })?;
-    let channel = DataChannel::new(socket)?;
+fn welcome_stream(link: Link, hall: &Hall, until: Instant) -> Result<Visitor, DoorError> {
+    let hello: DataHello = link.read_fixed(until)?;
+    let (events, connection, admission) = match check_ticket(&hello, hall) {
+        Ok(admitted) => admitted,
+        Err(answer) => {
+            link.write_fixed(&Preamble::answering(Channel::Data, answer))?;
+            return Err(DoorError::Ticket { answer: answer.text() });
+        }
+    };
+    link.write_fixed(&admission)?;
+    let channel = DataChannel::new(link)?;
     let stream = hello.stream();
     Ok(Visitor::Stream(events, Event::Stream { connection, stream, channel }))
 }
 
-/// Who waits for this stream, if it may come.
-fn check_ticket(hello: &DataHello, hall: &Hall) -> Result<(Sender<Event>, ConnectionId), Answer> {
+/// Who waits for this stream, and what to answer, if it may come.
+fn check_ticket(
+    hello: &DataHello,
+    hall: &Hall,
+) -> Result<(Sender<Event>, ConnectionId, DataAnswer), Answer> {
     let mut sessions = hall.sessions();
     let tickets = sessions.get_mut(&hello.session()).ok_or(Answer::WrongTicket)?;
     let client = tickets.clients.get_mut(&hello.client());
-    let Pass { key, connection, taken } = client.ok_or(Answer::WrongTicket)?;
+    let Pass { key, connection, taken, expiry } = client.ok_or(Answer::WrongTicket)?;
     if !hello.is_admitted_by(&hello.session(), key) {
         return Err(Answer::WrongTicket);
     }
     let taken = taken.get_mut(hello.stream() as usize).ok_or(Answer::WrongTicket)?;
-    match std::mem::replace(taken, true) {
-        true => Err(Answer::Taken),
-        false => Ok((tickets.events.clone(), *connection)),
+    if *taken {
+        return Err(Answer::Taken);
+    }
+    if expiry.is_over() {
+        return Err(Answer::Expired);
+    }
+    *taken = true;
+    expiry.renew();
+    Ok((tickets.events.clone(), *connection, hello.admission(key)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn from(address: [u8; 4], listener: &TcpListener) -> TcpStream {
+        use socket2::{Domain, Socket, Type};
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        socket.bind(&std::net::SocketAddr::from((address, 0)).into()).unwrap();
+        socket.connect(&listener.local_addr().unwrap().into()).unwrap();
+        socket.into()
+    }
+
+    #[test]
+    fn who_floods_the_door_pushes_out_himself() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut visitors = Visitors::default();
+        let mut held = Vec::new();
+        let mut enter = |address| {
+            held.push(from(address, &listener));
+            let (socket, _) = listener.accept().unwrap();
+            visitors.enter(&socket).unwrap()
+        };
+        let first = enter([127, 0, 0, 2]);
+        let flood: Vec<u64> = (0..limits::MAX_VISITORS).map(|_| enter([127, 0, 0, 3])).collect();
+        let second = enter([127, 0, 0, 4]);
+        assert!(!visitors.leave(flood[0]) && !visitors.leave(flood[1]));
+        assert!(visitors.leave(first) && visitors.leave(second) && visitors.leave(flood[2]));
     }
 }

@@ -7,8 +7,6 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use rustix::rand::{GetRandomFlags, getrandom};
-
 use super::door::Tickets;
 use super::members::{
     Connection, Link, Members, Notice, Peer, Terms, connect, is_interruption, unexpected,
@@ -18,7 +16,7 @@ use super::{
     Admission, Aggregator, AggregatorConfig, Averaging, Event, Joined, Lanes, PeerShared, Session,
     Sizes, label,
 };
-use crate::control::{self, ControlChannel, Heartbeat, Listeners, printable};
+use crate::control::{self, ControlChannel, Heartbeat, Listeners, printable, random};
 use crate::error::{AggregatorError, Fault, ReducerError};
 use crate::lane::ConnectionId;
 use crate::limits;
@@ -501,10 +499,4 @@ pub(super) fn check_model(session: Option<&Manifest>, header: &[u8]) -> Result<M
         Some(difference) => Err(Fault::Model { difference }),
         None => Ok(client),
     }
-}
-
-pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
-    let mut bytes = [0; N];
-    let filled = getrandom(bytes.as_mut_slice(), GetRandomFlags::empty())?;
-    if filled < N { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(bytes) }
 }

@@ -9,19 +9,21 @@ use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::door::{Door, Pass};
-use super::gather::{check_model, random, refuse};
+use super::door::{Door, Expiry, Pass};
+use super::gather::{check_model, refuse};
 use super::{Event, Joined, PeerShared, label, read_client};
 use crate::channel::DataChannel;
-use crate::control::{self, ControlChannel, Listeners, Writer, printable};
-use crate::error::{AggregatorError, ControlError, Fault, LaneError, ProtocolError, TransferError};
+use crate::control::{self, ControlChannel, Listeners, Writer, printable, random};
+use crate::error::{
+    AggregatorError, ControlError, Fault, LaneError, ProtocolError, TransferError, WireError,
+};
 use crate::lane::ConnectionId;
 use crate::lane::receive::ReceiveReport;
 use crate::lane::send::SendBroken;
 use crate::limits;
 use crate::manifest::Manifest;
 use crate::meter::Phase;
-use crate::wire::hello::{SessionId, Ticket, bind_ticket};
+use crate::wire::hello::{SessionId, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
 
 /// A client of the session.
@@ -469,7 +471,8 @@ impl Members {
     }
 
     pub fn pass(&self, key: Ticket, connection: ConnectionId) -> Pass {
-        Pass { key, connection, taken: vec![false; self.terms.streams] }
+        let expiry = Expiry::after(self.terms.deadline);
+        Pass { key, connection, taken: vec![false; self.terms.streams], expiry }
     }
 
     pub fn plan(&self, client: usize, ticket: Ticket, wants_header: bool) -> Plan {
@@ -522,11 +525,11 @@ pub(super) fn connect(
     events: &Sender<Event>,
     doubted: bool,
 ) -> Result<(Connection, Ticket), AggregatorError> {
-    let Joined { channel, secret, frame, .. } = joined;
+    let Joined { mut channel, .. } = joined;
     let ticket = random()?;
-    let key = bind_ticket(&ticket, &secret, &frame);
+    let key = channel.binding.key(&ticket);
     channel.set_deadline(control::silence_limit(deadline, reconnect))?;
-    let ControlChannel { reader, writer } = channel;
+    let ControlChannel { reader, writer, .. } = channel;
     let events = events.clone();
     let thread = std::thread::Builder::new().name("control".into());
     let thread = thread.spawn(move || read_client(reader, id, &shared, &events))?;
@@ -540,7 +543,12 @@ pub(super) fn is_interruption(fault: &Fault) -> bool {
     matches!(
         fault,
         Fault::TooLate { .. }
-            | Fault::Control(ControlError::Closed | ControlError::Silent | ControlError::Io(_))
+            | Fault::Control(
+                ControlError::Closed
+                    | ControlError::Silent
+                    | ControlError::Io(_)
+                    | ControlError::Wire(WireError::Seal)
+            )
             | Fault::Transfer(
                 TransferError::Closed
                     | TransferError::Io(_)

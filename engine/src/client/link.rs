@@ -8,13 +8,12 @@ use std::time::{Duration, Instant};
 use super::{Canceller, ClientConfig, ClientShared, Event};
 use rustix::io::Errno;
 
-use crate::channel::DataChannel;
+use crate::channel::{self, DataChannel};
 use crate::control::{self, ControlChannel, Heartbeat, Reader, Writer, printable};
-use crate::error::{ClientError, ControlError, ProtocolError, TransferError};
+use crate::error::{ClientError, ControlError, ProtocolError, TransferError, WireError};
 use crate::lane::ConnectionId;
 use crate::limits;
-use crate::wire::frame;
-use crate::wire::hello::{Answer, Channel, DataHello, Preamble, Ticket, bind_ticket};
+use crate::wire::hello::{DataHello, Secret, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
 
 /// A control channel and its data channels.
@@ -52,16 +51,19 @@ impl Dialler {
     ) -> Result<(Link, Reader), ClientError> {
         let config = &self.config;
         let dial = |source| ClientError::Dial { address: self.address.clone(), source };
-        let mut socket =
+        let socket =
             control::dial(&self.address, &config.congestion, config.deadline).map_err(dial)?;
         // Who ends the connection at once leaves it without an address.
         let address = socket.peer_addr().map_err(dial)?;
         let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
-        control::write_fixed(&mut socket, &Preamble::new(Channel::Control))
-            .map_err(|error| at(error.into()))?;
+        self.canceller.watch_socket(&socket)?;
+        let until = Instant::now() + config.deadline;
         let early_silence = config.reconnect.unwrap_or(config.deadline);
         let early_silence = control::silence_limit(config.deadline, early_silence);
-        let ControlChannel { mut reader, writer } = ControlChannel::new(socket, early_silence)?;
+        let opened = crate::link::Link::dialled(socket, config.tls.as_ref(), until)
+            .and_then(|link| ControlChannel::open(link, &config.secret, early_silence));
+        let ControlChannel { mut reader, writer, binding } =
+            opened.map_err(|error| not_let_in(error, &config.secret, address))?;
         self.canceller.watch(&writer)?;
         let join = ClientMessage::Join {
             name: config.name.clone(),
@@ -71,9 +73,6 @@ impl Dialler {
             resumes,
         };
         writer.send(&join).map_err(at)?;
-        let join_frame = frame::encode(&join).map_err(|error| at(error.into()))?;
-        let answer: Preamble = reader.read_fixed().map_err(at)?;
-        answer.channel().map_err(|error| at(error.into()))?;
         self.canceller.state().answered = true;
 
         let beat = |deadline| {
@@ -84,7 +83,7 @@ impl Dialler {
         let early = beat(limits::MIN_DEADLINE)?;
         let plan = await_plan(&mut reader, address)?;
         check_plan(&plan, address)?;
-        let key = bind_ticket(&plan.ticket, &config.secret, &join_frame);
+        let key = binding.key(&plan.ticket);
         let deadline = Duration::from_millis(plan.deadline_ms);
         let reconnect = config.reconnect.unwrap_or(deadline);
         let silence = control::silence_limit(deadline, reconnect);
@@ -115,7 +114,7 @@ impl Dialler {
             tracing::info!("{first}; dialling again");
             match self.connect(id, resumes) {
                 Ok(connected) => return Ok(connected),
-                Err(error) if !is_interruption(&error) => return Err(error),
+                Err(error) if is_final(&error) => return Err(error),
                 Err(_) => {}
             }
             if stopped.recv_timeout(jittered(pause)) != Err(RecvTimeoutError::Timeout) {
@@ -135,13 +134,28 @@ fn jittered(pause: Duration) -> Duration {
     pause.mul_f64(0.5 + f64::from(random[0]) / 256.0)
 }
 
+/// Whether it would be the same again. First bytes that are wrong may have been changed on the way: the
+/// session stood before.
+fn is_final(error: &ClientError) -> bool {
+    match error {
+        ClientError::Control { error, .. } => matches!(error, ControlError::Tls(_)),
+        error => !is_interruption(error),
+    }
+}
+
 /// Whether a new connection may help.
 pub(super) fn is_interruption(error: &ClientError) -> bool {
     match error {
         ClientError::Dial { source, .. } => !is_our_lack(source),
         ClientError::Refused { .. } => true,
         ClientError::Control { error, .. } => {
-            matches!(error, ControlError::Closed | ControlError::Silent | ControlError::Io(_))
+            matches!(
+                error,
+                ControlError::Closed
+                    | ControlError::Silent
+                    | ControlError::Io(_)
+                    | ControlError::Wire(WireError::Seal)
+            )
         }
         ClientError::Transfer { error, .. } => matches!(
             error,
@@ -221,6 +235,16 @@ impl Keeper {
     }
 }
 
+/// Why an aggregator did not let a client in that has this secret.
+fn not_let_in(error: ControlError, secret: &Secret, address: SocketAddr) -> ClientError {
+    let address = address.to_string();
+    match error {
+        ControlError::NoPlace if *secret == Secret::OPEN => ClientError::SecretWanted { address },
+        ControlError::NoPlace => ClientError::NotWanted { address },
+        error => ClientError::Control { address, error },
+    }
+}
+
 /// The plan comes when the last client has joined; until then only signs of life do.
 fn await_plan(reader: &mut Reader, address: SocketAddr) -> Result<Plan, ClientError> {
     let address = address.to_string();
@@ -283,21 +307,14 @@ fn open_stream(
 ) -> Result<DataChannel, ClientError> {
     let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
     let deadline = Duration::from_millis(plan.deadline_ms);
-    let mut socket = control::dial(address, &config.congestion, deadline)
+    let socket = control::dial(address, &config.congestion, deadline)
         .map_err(|source| ClientError::Dial { address: address.to_string(), source })?;
-    socket.set_read_timeout(Some(deadline))?;
+    let until = Instant::now() + deadline;
+    socket.set_write_timeout(Some(deadline))?;
     let hello = DataHello::new(plan.session, plan.client, stream, key);
-    control::write_fixed(&mut socket, &Preamble::new(Channel::Data))
-        .and_then(|()| control::write_fixed(&mut socket, &hello))
-        .map_err(|error| at(error.into()))?;
-    let answer: Preamble = control::read_fixed(&mut socket).map_err(at)?;
-    answer.channel().map_err(|error| at(error.into()))?;
-    match answer.answer().map_err(|error| at(error.into()))? {
-        Answer::Admitted => {}
-        answer => {
-            let (address, answer) = (address.to_string(), answer.text());
-            return Err(ClientError::Refused { address, stream, answer });
-        }
-    }
-    Ok(DataChannel::new(socket)?)
+    let link = crate::link::Link::dialled(socket, config.tls.as_ref(), until).map_err(at)?;
+    channel::open(link, &hello, key, until).map_err(at)?.map_err(|answer| {
+        let (address, answer) = (address.to_string(), answer.text());
+        ClientError::Refused { address, stream, answer }
+    })
 }

@@ -1,10 +1,11 @@
 //! What can be wrong with peers, connections and transfers.
 
 use std::io;
+use std::net::SocketAddr;
 use std::ops::Range;
 use std::time::Duration;
 
-use super::{ManifestError, ReducerError, RegionError, SinkError, SourceError};
+use super::{ManifestError, ReducerError, RegionError, SinkError, SourceError, TlsError};
 use crate::wire::hello::Secret;
 
 /// Bytes that are not this protocol.
@@ -16,6 +17,14 @@ pub enum WireError {
         /// The first bytes, escaped.
         first: String,
     },
+    /// The first bytes are those of TLS.
+    #[error("the peer speaks TLS and this side does not: give both sides TLS options, or none")]
+    Tls,
+    /// The aggregator wants TLS.
+    #[error(
+        "TLS is wanted here and the client does not speak it: give both sides TLS options, or none"
+    )]
+    TlsWanted,
     /// Another version of the protocol.
     #[error(
         "the peer speaks version {theirs} of the protocol and this is version {ours}; run the same release on both sides"
@@ -58,6 +67,12 @@ pub enum WireError {
         /// Bytes behind the message.
         bytes: usize,
     },
+    /// A message that is not what the peer sent.
+    #[error(
+        "a message does not carry the right seal: it was changed, repeated or left out on the way, or \
+         comes from somebody else"
+    )]
+    Seal,
     /// A message of ours that cannot be encoded.
     #[error("a message could not be encoded: {error}")]
     Encode {
@@ -118,6 +133,18 @@ pub enum ControlError {
     /// A message that must not come here.
     #[error(transparent)]
     Protocol(#[from] ProtocolError),
+    /// A place that the aggregator does not have.
+    #[error("it has nothing for this secret: the secrets differ, or what was here is gone")]
+    NoPlace,
+    /// Certificates, or a connection that is not encrypted on both sides.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    /// Somebody without the secret, or whose first bytes were changed.
+    #[error(
+        "the other side could not prove that it knows the secret: the secrets differ, or it is \
+         somebody else"
+    )]
+    Stranger,
 }
 
 /// Why a visitor was not let in. Goes to the log of the aggregator, and ends nothing else.
@@ -135,6 +162,18 @@ pub enum DoorError {
     /// A control channel that begins with something else.
     #[error("its first message was not a request to join")]
     NoJoin,
+    /// A message that names another place than the first bytes did.
+    #[error("it asked for another place than it proved to know")]
+    OtherPlace,
+    /// A client with somebody else's name.
+    #[error("\"{name}\" is not in its certificate, or not among the names that may join")]
+    Name {
+        /// The name that it gave.
+        name: String,
+    },
+    /// A control channel to nowhere.
+    #[error("it has another secret, or none, or comes for something that is gone")]
+    NoPlace,
     /// A data channel that may not be opened.
     #[error("its ticket was not accepted ({answer})")]
     Ticket {
@@ -343,6 +382,15 @@ pub enum AggregatorError {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// Other hosts would be let in, whoever they are.
+    #[error(
+        "whoever reaches {address} could join and read the models: give both sides a secret \
+         (--secret-file) or TLS (--tls-cert), or say --insecure; in Python secret= or insecure=True"
+    )]
+    Open {
+        /// Where it should listen.
+        address: SocketAddr,
+    },
     /// The initial model is not the session's.
     #[error("the initial model differs from the session's: {difference}")]
     Initial {
@@ -534,8 +582,19 @@ pub enum ClientError {
         reason: String,
     },
     /// What it came for is not there, or not any more.
-    #[error("aggregator {address}: there is no such model or update here any more")]
+    #[error(
+        "aggregator {address}: there is no such model or update here any more, or it has another \
+         secret"
+    )]
     NotWanted {
+        /// Its address.
+        address: String,
+    },
+    /// It lets nobody in without a secret.
+    #[error(
+        "aggregator {address} lets in only those who know its secret; give it with --secret-file"
+    )]
+    SecretWanted {
         /// Its address.
         address: String,
     },

@@ -11,9 +11,10 @@ use crate::client::{Canceller, Client, ClientConfig, Target, Task};
 use crate::control::{self, Congestion, ControlChannel};
 use crate::error::{ClientError, ControlError};
 use crate::limits;
+use crate::link::Link;
 use crate::paths::ReceiveKind;
 use crate::region::RegionPool;
-use crate::wire::hello::{Channel, Preamble, Secret};
+use crate::wire::hello::Secret;
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
 /// How to reach an exchange.
@@ -45,6 +46,7 @@ impl LineConfig {
             name: self.name.clone(),
             examples,
             secret,
+            tls: None,
             send_path: None,
             receive_path: ReceiveKind::default(),
             congestion: self.congestion.clone(),
@@ -84,14 +86,16 @@ pub fn fetch(
 /// Nobody there, or nothing of that name.
 pub fn call(line: &LineConfig, secret: Secret) -> Result<(), ClientError> {
     let at = |error: ControlError| ClientError::Control { address: line.address.clone(), error };
-    let mut socket = control::dial(&line.address, &line.congestion, line.deadline)
+    let socket = control::dial(&line.address, &line.congestion, line.deadline)
         .map_err(|source| ClientError::Dial { address: line.address.clone(), source })?;
-    control::write_fixed(&mut socket, &Preamble::new(Channel::Control))
-        .map_err(|error| at(error.into()))?;
+    let opened = ControlChannel::open(Link::plain(socket), &secret, line.deadline);
+    let mut channel = match opened {
+        Err(ControlError::NoPlace) => {
+            return Err(ClientError::NotWanted { address: line.address.clone() });
+        }
+        opened => opened.map_err(at)?,
+    };
     let call = ClientMessage::Call { name: line.name.clone(), place: secret.place() };
-    let answer: Preamble = control::read_fixed(&mut socket).map_err(at)?;
-    answer.channel().map_err(|error| at(error.into()))?;
-    let mut channel = ControlChannel::new(socket, line.deadline)?;
     channel.writer.send(&call).map_err(at)?;
     match channel.reader.read(limits::MAX_FRAME_BYTES).map_err(at)? {
         AggregatorMessage::Done => Ok(()),

@@ -6,9 +6,6 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
-use rustix::net::RecvFlags;
-
 use super::Parcel;
 use crate::aggregator::door::{Door, Visit};
 use crate::aggregator::{Aggregator, AggregatorConfig, Joined, refuse};
@@ -17,15 +14,17 @@ use crate::limits;
 use crate::manifest::Manifest;
 use crate::region::RegionPool;
 use crate::sys::memory::Pages;
-use crate::wire::frame;
 use crate::wire::hello::{Place, Secret};
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
 /// How often those who wait are told that we live, and looked at.
 const ROUNDS: Duration = Duration::from_millis(50);
 
-/// How often a client that waits is read at once, each time up to 4 KiB: hours of signs of life.
-const MOST_READS: usize = 16;
+/// Messages of a client that waits that are read at once: many minutes of signs of life.
+const MOST_SIGNS: usize = 16 << 10;
+
+/// Bytes of a sign of life, without seal.
+const SIGN_BYTES: u64 = 1;
 
 pub(super) struct Places {
     config: AggregatorConfig,
@@ -99,6 +98,13 @@ impl Places {
         self.rooms.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// What a place is reached with.
+    pub fn secret(&self, place: &Place) -> Option<Secret> {
+        match self.rooms().places.get(place)? {
+            Room::Offer(secret, _) | Room::Update(secret, _) => Some(*secret),
+        }
+    }
+
     pub fn offer(&self, secret: Secret, model: Arc<Parcel>) {
         self.rooms().places.insert(secret.place(), Room::Offer(secret, model));
     }
@@ -143,10 +149,7 @@ impl Places {
                 return Err(ExchangeError::Model { secret: *secret, difference });
             }
         }
-        let clients = secrets.iter().filter_map(|secret| rooms.leave(secret)).collect::<Vec<_>>();
-        for client in &clients {
-            client.channel.socket().set_nonblocking(false)?;
-        }
+        let clients = secrets.iter().filter_map(|secret| rooms.leave(secret)).collect();
         Ok((clients, manifest))
     }
 
@@ -184,7 +187,8 @@ impl Places {
                     true => {
                         rooms.meet(name);
                         drop(rooms);
-                        answer(channel.socket(), &AggregatorMessage::Done);
+                        // A client that is gone need not hear it.
+                        let _ = channel.writer.send_now(&AggregatorMessage::Done);
                     }
                     false => {
                         drop(rooms);
@@ -196,19 +200,18 @@ impl Places {
         }
     }
 
-    fn receive_client(self: &Arc<Self>, mut client: Box<Joined>) {
+    fn receive_client(self: &Arc<Self>, client: Box<Joined>) {
         let mut rooms = self.rooms();
-        let (secret, offer) = match rooms.places.get(&client.place) {
-            Some(Room::Offer(secret, model)) => (*secret, Some(model.clone())),
-            Some(Room::Update(secret, _)) => (*secret, None),
+        let offer = match rooms.places.get(&client.place) {
+            Some(Room::Offer(_, model)) => Some(model.clone()),
+            Some(Room::Update(..)) => None,
             None => {
                 drop(rooms);
-                return dismiss(&client);
+                return dismiss(*client);
             }
         };
         rooms.meet(client.name.clone());
         drop(rooms);
-        client.secret = secret;
         match offer {
             Some(model) => self.receive_guest(*client, &model),
             None => self.receive_update(client),
@@ -234,7 +237,7 @@ impl Places {
             // Released meanwhile.
             _ => {
                 drop(rooms);
-                dismiss(&waiting.client);
+                dismiss(*waiting.client);
             }
         }
     }
@@ -275,15 +278,17 @@ impl Places {
 
 impl Room {
     fn forget_dead(&mut self) {
-        if let Room::Update(_, waiting) = self {
-            *waiting = waiting.take().filter(Waiting::lives);
+        if let Room::Update(_, waiting) = self
+            && waiting.as_mut().is_some_and(|waiting| !waiting.lives())
+        {
+            *waiting = None;
         }
     }
 
     /// Tells a client that waits here that its update is not wanted any more.
     fn dismiss(self) {
         if let Room::Update(_, Some(waiting)) = self {
-            dismiss(&waiting.client);
+            dismiss(*waiting.client);
         }
     }
 }
@@ -340,45 +345,29 @@ fn refuse_twice(secrets: &[Secret]) -> Result<(), ExchangeError> {
 
 type Refused = (Box<Joined>, ExchangeError);
 
-/// Makes a client wait: its socket must never block the attendant.
+/// Makes a client wait.
 fn prepare(client: Box<Joined>) -> Result<Waiting, Refused> {
-    let manifest = match Manifest::from_header(&client.header) {
-        Ok(manifest) => manifest,
-        Err(error) => return Err((client, error.into())),
-    };
-    match client.channel.socket().set_nonblocking(true) {
-        Ok(()) => Ok(Waiting { client, manifest }),
+    match Manifest::from_header(&client.header) {
+        Ok(manifest) => Ok(Waiting { client, manifest }),
         Err(error) => Err((client, error.into())),
     }
 }
 
 impl Waiting {
-    /// Hears what the client says, which can only be that it lives, and says the same.
-    fn lives(&self) -> bool {
-        self.is_well() && answer(self.client.channel.socket(), &AggregatorMessage::Alive)
+    /// Hears what the client says, which can only be that it lives, and says the same. It must never
+    /// block the attendant.
+    fn lives(&mut self) -> bool {
+        let alive = AggregatorMessage::Alive;
+        self.is_well() && self.client.channel.writer.send_now(&alive).is_ok()
     }
 
-    /// Reads all that the client has said. Half a sign of life stays where it is: the next one to
-    /// read begins at a message.
-    fn is_well(&self) -> bool {
-        let alive = frame::encode(&ClientMessage::Alive).unwrap_or_default();
-        let mut heard = [0; 4096];
-        for _ in 0..MOST_READS {
-            let socket = self.client.channel.socket();
-            let bytes = match rustix::net::recv(socket, heard.as_mut_slice(), RecvFlags::PEEK) {
-                Ok((_, bytes)) => bytes,
-                Err(error) => return matches!(error, Errno::AGAIN | Errno::INTR),
-            };
-            // The end of the connection, or the beginning of a message.
-            if bytes < alive.len() {
-                return bytes > 0 && alive.starts_with(&heard[..bytes]);
-            }
-            let whole = &mut heard[..bytes - bytes % alive.len()];
-            if whole.chunks(alive.len()).any(|said| said != alive) {
-                return false;
-            }
-            if rustix::net::recv(socket, whole, RecvFlags::empty()).is_err() {
-                return false;
+    /// Reads all that the client has said.
+    fn is_well(&mut self) -> bool {
+        for _ in 0..MOST_SIGNS {
+            match self.client.channel.reader.try_read(SIGN_BYTES) {
+                Ok(Some(ClientMessage::Alive)) => {}
+                Ok(None) => return true,
+                Ok(Some(_)) | Err(_) => return false,
             }
         }
         // Nobody has so many signs of life to give.
@@ -386,16 +375,9 @@ impl Waiting {
     }
 }
 
-/// Says one short message; false if it did not go out whole.
-fn answer(socket: &std::net::TcpStream, message: &AggregatorMessage) -> bool {
-    let Ok(frame) = frame::encode(message) else { return false };
-    matches!(std::io::Write::write(&mut &*socket, &frame), Ok(bytes) if bytes == frame.len())
-}
-
 /// The client's update is not, or no longer, wanted.
-fn dismiss(client: &Joined) {
+fn dismiss(mut client: Joined) {
     // The socket closes after that, so nobody waits for a peer that does not read.
-    let _ = client.channel.socket().set_nonblocking(false);
     let _ = client.channel.set_deadline(limits::LAST_WORDS);
     // A client that is gone need not hear it.
     let _ = client.channel.writer.send(&AggregatorMessage::Done);

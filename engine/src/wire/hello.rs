@@ -9,7 +9,7 @@ use crate::error::WireError;
 pub const MAGIC: [u8; 8] = *b"fedlane\0";
 
 /// Version of everything in this module and in [`super::message`].
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 
 /// What a connection carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub enum Channel {
     Data = 2,
 }
 
-/// An aggregator's answer to a data hello.
+/// What an aggregator answers to the first bytes of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Answer {
@@ -31,6 +31,12 @@ pub enum Answer {
     WrongTicket = 1,
     /// The stream is connected already.
     Taken = 2,
+    /// The ticket was good and has not been used in time.
+    Expired = 3,
+    /// A control channel to a place that there is not.
+    NoPlace = 4,
+    /// Nobody is let in without TLS.
+    TlsWanted = 5,
 }
 
 impl Answer {
@@ -40,6 +46,9 @@ impl Answer {
             Answer::Admitted => "admitted",
             Answer::WrongTicket => "wrong ticket",
             Answer::Taken => "stream connected already",
+            Answer::Expired => "ticket expired",
+            Answer::NoPlace => "no such place",
+            Answer::TlsWanted => "TLS wanted",
         }
     }
 }
@@ -74,6 +83,10 @@ impl Preamble {
 
     /// The channel, if the peer speaks this protocol in this version.
     pub fn channel(&self) -> Result<Channel, WireError> {
+        // A handshake record of TLS 1.0, as which every version begins.
+        if self.magic.starts_with(&[0x16, 3]) {
+            return Err(WireError::Tls);
+        }
         if self.magic != MAGIC {
             return Err(WireError::NotFedlane { first: self.magic.escape_ascii().to_string() });
         }
@@ -87,12 +100,32 @@ impl Preamble {
         }
     }
 
-    /// The answer to a data hello.
+    /// The channel that somebody dials, as [`Preamble::channel`].
+    pub fn dialled(&self) -> Result<Channel, WireError> {
+        let channel = self.channel()?;
+        match self.answer {
+            0 => Ok(channel),
+            other => Err(WireError::Answer { other }),
+        }
+    }
+
+    /// The aggregator's answer on a channel of this kind.
+    pub fn answer_on(&self, channel: Channel) -> Result<Answer, WireError> {
+        match self.channel()? == channel {
+            true => self.answer(),
+            false => Err(WireError::Channel { other: self.channel }),
+        }
+    }
+
+    /// The aggregator's answer.
     pub fn answer(&self) -> Result<Answer, WireError> {
         match self.answer {
             0 => Ok(Answer::Admitted),
             1 => Ok(Answer::WrongTicket),
             2 => Ok(Answer::Taken),
+            3 => Ok(Answer::Expired),
+            4 => Ok(Answer::NoPlace),
+            5 => Ok(Answer::TlsWanted),
             other => Err(WireError::Answer { other }),
         }
     }
@@ -104,11 +137,17 @@ pub type SessionId = [u8; 16];
 /// The secret that admits one client's data channels. It travels on the control channel.
 pub type Ticket = [u8; 32];
 
+/// Random bytes that make a control channel unlike all others.
+pub type Nonce = [u8; 32];
+
+/// Shows that whoever sends it has a key.
+pub type Proof = [u8; 32];
+
 /// What a client comes for, as it may be seen by everyone.
 pub type Place = [u8; 16];
 
-/// What two peers know of each other before they meet, where one port serves many transfers. It
-/// never travels: it names a [`Place`], and the proofs of data channels need it.
+/// What two peers know of each other before they meet. It never travels: it names a [`Place`], and
+/// the proofs and seals of a control channel need it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Secret([u8; 32]);
 
@@ -124,7 +163,7 @@ impl Secret {
     pub const OPEN: Secret = Secret([0; 32]);
 
     /// A secret that was agreed on elsewhere.
-    pub fn new(bytes: [u8; 32]) -> Secret {
+    pub const fn new(bytes: [u8; 32]) -> Secret {
         Secret(bytes)
     }
 
@@ -144,14 +183,33 @@ impl Secret {
     }
 }
 
-/// The key of the proofs: the ticket, bound to the secret and to the `Join` that it answers, in its
-/// frame. A weight or name that was changed on the way admits no data channel, nor does a ticket
-/// that was overheard where there is a secret.
-pub fn bind_ticket(ticket: &Ticket, secret: &Secret, join_frame: &[u8]) -> Ticket {
-    *blake3::Hasher::new_keyed(ticket).update(&secret.0).update(join_frame).finalize().as_bytes()
+/// Follows the client's preamble on a control channel.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(C)]
+pub struct Opening {
+    /// What the client comes for.
+    pub place: Place,
+    /// The client's part of the keys.
+    pub nonce: Nonce,
 }
 
-/// Follows the preamble on a data channel: which stream this is, and the proof that it may be.
+/// Follows the aggregator's preamble on a control channel, if there is such a place. The client
+/// answers with its own proof.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(C)]
+pub struct Reply {
+    /// The aggregator's part of the keys.
+    pub nonce: Nonce,
+    /// [`super::keys::ControlKeys::aggregator_proof`].
+    pub proof: Proof,
+}
+
+/// Follows the client's preamble on a data channel: which stream this is, and the proof that it may
+/// be.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
 )]
@@ -160,14 +218,21 @@ pub struct DataHello {
     session: SessionId,
     client: U32,
     stream: U32,
-    mac: [u8; 32],
+    proof: Proof,
 }
 
 impl DataHello {
-    /// The hello of `client`'s stream number `stream`.
-    pub fn new(session: SessionId, client: u32, stream: u32, ticket: &Ticket) -> DataHello {
-        let mac = mac(&session, client, stream, ticket);
-        DataHello { session, client: U32::new(client), stream: U32::new(stream), mac }
+    /// The hello of `client`'s stream number `stream`, with [`super::keys::Binding::key`] of its
+    /// ticket.
+    pub fn new(session: SessionId, client: u32, stream: u32, key: &Ticket) -> DataHello {
+        let mut hello = DataHello {
+            session,
+            client: U32::new(client),
+            stream: U32::new(stream),
+            proof: [0; 32],
+        };
+        hello.proof = hello.expected(key);
+        hello
     }
 
     /// Which session it asks for.
@@ -185,19 +250,52 @@ impl DataHello {
         self.stream.get()
     }
 
-    /// Whether the ticket made this hello. Takes the same time whatever differs.
-    pub fn is_admitted_by(&self, session: &SessionId, ticket: &Ticket) -> bool {
-        let expected = mac(session, self.client(), self.stream(), ticket);
-        // blake3::Hash compares in constant time.
-        self.session == *session && blake3::Hash::from(expected) == blake3::Hash::from(self.mac)
+    /// Whether the key made this hello. Takes the same time whatever differs.
+    pub fn is_admitted_by(&self, session: &SessionId, key: &Ticket) -> bool {
+        self.session == *session && is_same(&self.expected(key), &self.proof)
+    }
+
+    /// What an aggregator that has the key answers.
+    pub fn admission(&self, key: &Ticket) -> DataAnswer {
+        let mut hasher = blake3::Hasher::new_keyed(key);
+        let proof = *hasher.update(b"aggregator").update(self.as_bytes()).finalize().as_bytes();
+        DataAnswer { preamble: Preamble::answering(Channel::Data, Answer::Admitted), proof }
+    }
+
+    /// BLAKE3, keyed, over who dials and all before the proof.
+    fn expected(&self, key: &Ticket) -> Proof {
+        let mut hasher = blake3::Hasher::new_keyed(key);
+        hasher.update(b"client").update(&self.session);
+        hasher.update(self.client.as_bytes()).update(self.stream.as_bytes());
+        *hasher.finalize().as_bytes()
     }
 }
 
-/// BLAKE3, keyed with the ticket, over session, client and stream.
-fn mac(session: &SessionId, client: u32, stream: u32, ticket: &Ticket) -> [u8; 32] {
-    let mut hasher = blake3::Hasher::new_keyed(ticket);
-    hasher.update(session);
-    hasher.update(&client.to_le_bytes());
-    hasher.update(&stream.to_le_bytes());
-    *hasher.finalize().as_bytes()
+/// The answer to a data hello that is admitted. To others the aggregator answers with its preamble
+/// alone.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned,
+)]
+#[repr(C)]
+pub struct DataAnswer {
+    /// Says that the stream is admitted.
+    pub preamble: Preamble,
+    proof: Proof,
+}
+
+impl DataAnswer {
+    /// An admission with this proof, which came from somebody.
+    pub fn admitted(proof: Proof) -> DataAnswer {
+        DataAnswer { preamble: Preamble::answering(Channel::Data, Answer::Admitted), proof }
+    }
+
+    /// Whether somebody with the key admits this hello. Takes the same time whatever differs.
+    pub fn is_of(&self, hello: &DataHello, key: &Ticket) -> bool {
+        is_same(&hello.admission(key).proof, &self.proof)
+    }
+}
+
+/// Compares in constant time, as [`blake3::Hash`] does.
+pub(super) fn is_same(expected: &Proof, found: &Proof) -> bool {
+    blake3::Hash::from(*expected) == blake3::Hash::from(*found)
 }

@@ -27,7 +27,7 @@ fn of_many_who_come_for_one_stream_one_is_admitted() {
             let answers: Vec<Answer> = std::thread::scope(|scope| {
                 let visitors: Vec<_> = (0..VISITORS)
                     .map(|_| {
-                        let (dial, start) = (peer.dialler(0, secret), &start);
+                        let (dial, start) = (peer.dialler(0), &start);
                         scope.spawn(move || {
                             start.wait();
                             dial().1

@@ -30,8 +30,8 @@ fn the_port_of_an_exchange_that_ended_is_free_although_it_still_sends() {
     let exchange = patient();
     let address = exchange.address();
     exchange.offer(secret(1), parcel(&floats(), 1, exchange.pool()));
-    let mut peer = Peer::come(&exchange, &join("slow", &[], secret(1).place()));
-    peer.agree(secret(1));
+    let mut peer = Peer::come(&exchange, &join("slow", &[], secret(1).place()), secret(1));
+    peer.agree();
     assert!(matches!(peer.next().unwrap(), AggregatorMessage::Download { .. }));
     peer.want(&floats());
     drop(exchange);
@@ -68,7 +68,7 @@ fn an_exchange_that_is_closed_in_mid_transfer_hangs_nobody() {
     let both = [wanted(1, 1.0), wanted(2, 1.0)];
     std::thread::scope(|scope| {
         let averaged = scope.spawn(|| exchange.average(&both, PATIENCE).err().unwrap());
-        peer.begin_upload(secret(2), &update);
+        peer.begin_upload(&update);
         exchange.close();
         let error = averaged.join().unwrap();
         assert_eq!(error.culprit(), Some(secret(2)), "{error}");

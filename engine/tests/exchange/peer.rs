@@ -4,16 +4,19 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use fedlane::control::{Heartbeat, Reader, Writer, read_fixed, write_fixed};
+use fedlane::control::{ControlChannel, Heartbeat, Reader, Writer};
 use fedlane::error::ControlError;
 use fedlane::exchange::{Exchange, Parcel};
 use fedlane::limits::MAX_FRAME_BYTES;
+use fedlane::link::Link;
 use fedlane::manifest::{ChunkTable, Manifest};
 use fedlane::wire::checksum::chunk_sum;
-use fedlane::wire::frame;
-use fedlane::wire::hello::{Answer, Channel, DataHello, Place, Preamble, Secret, bind_ticket};
+use fedlane::wire::hello::{
+    Answer, Channel, DataHello, Opening, Place, Preamble, Proof, Reply, Secret,
+};
+use fedlane::wire::keys::{Binding, ControlKeys};
 use fedlane::wire::message::{AggregatorMessage, ChunkRange, ClientMessage, Plan};
 
 use crate::common::PATIENCE;
@@ -27,7 +30,7 @@ pub struct Peer {
     reader: Reader,
     plan: Option<Plan>,
     writer: Arc<Writer>,
-    joined: Vec<u8>,
+    binding: Binding,
     address: String,
     _pulse: Heartbeat,
 }
@@ -38,29 +41,40 @@ pub fn join(name: &str, header: &[u8], place: Place) -> ClientMessage {
     ClientMessage::Join { name, examples: 0.0, header, place, resumes: None }
 }
 
+/// Comes for a place without knowing its secret: the exchange closes without a word more.
+pub fn knock_without_secret(exchange: &Exchange, place: Place) {
+    let link = Link::plain(TcpStream::connect(exchange.address()).unwrap());
+    link.write_fixed(&Preamble::new(Channel::Control)).unwrap();
+    link.write_fixed(&Opening { place, nonce: [7; 32] }).unwrap();
+    let until = Instant::now() + PATIENCE;
+    let preamble: Preamble = link.read_fixed(until).unwrap();
+    assert_eq!(preamble.answer().unwrap(), Answer::Admitted);
+    let reply: Reply = link.read_fixed(until).unwrap();
+    let keys = ControlKeys::new(&Secret::OPEN, &[7; 32], &reply.nonce);
+    assert!(!keys.is_aggregator(&reply.proof));
+    link.write_fixed(&keys.client_proof()).unwrap();
+    assert!(matches!(link.read_fixed::<u8>(until), Err(ControlError::Closed)));
+}
+
 impl Peer {
     /// Says that first, and from then on gives signs of life.
-    pub fn come(exchange: &Exchange, first: &ClientMessage) -> Peer {
+    pub fn come(exchange: &Exchange, first: &ClientMessage, secret: Secret) -> Peer {
         let address = exchange.address().to_string();
-        let mut control = TcpStream::connect(&address).unwrap();
-        control.set_read_timeout(Some(PATIENCE)).unwrap();
-        write_fixed(&mut control, &Preamble::new(Channel::Control)).unwrap();
-        let answer: Preamble = read_fixed(&mut control).unwrap();
-        assert_eq!(answer.channel().unwrap(), Channel::Control);
-        let writer = Arc::new(Writer::new(&control, PATIENCE).unwrap());
+        let control = TcpStream::connect(&address).unwrap();
+        let link = Link::plain(control.try_clone().unwrap());
+        let channel = ControlChannel::open(link, &secret, PATIENCE).unwrap();
+        let ControlChannel { reader, writer, binding } = channel;
         writer.send(first).unwrap();
         let listeners = Arc::new(Mutex::new(vec![writer.clone()]));
         let interval = Duration::from_millis(200);
         let pulse = Heartbeat::start(listeners, ClientMessage::Alive, interval).unwrap();
-        let joined = frame::encode(first).unwrap();
         let (streams, plan) = (Vec::new(), None);
-        let reader = Reader::new(control.try_clone().unwrap());
-        Peer { control, reader, streams, plan, writer, joined, address, _pulse: pulse }
+        Peer { control, reader, streams, plan, writer, binding, address, _pulse: pulse }
     }
 
     /// Joins as the client of that secret.
     pub fn join(exchange: &Exchange, name: &str, model: &Manifest, secret: Secret) -> Peer {
-        Peer::come(exchange, &join(name, model.header(), secret.place()))
+        Peer::come(exchange, &join(name, model.header(), secret.place()), secret)
     }
 
     /// The next message that is no sign of life.
@@ -86,37 +100,54 @@ impl Peer {
         plan
     }
 
-    /// Opens one data channel with a proof that this secret makes.
-    pub fn open(&mut self, stream: u32, secret: Secret) -> Answer {
-        let (socket, answer) = self.dialler(stream, secret)();
+    /// Opens one data channel with the plan's ticket.
+    pub fn open(&mut self, stream: u32) -> Answer {
+        let (socket, answer) = self.dialler(stream)();
         self.streams.push(socket);
         answer
     }
 
     /// Does that when it is called, on any thread.
-    pub fn dialler(
+    pub fn dialler(&self, stream: u32) -> impl FnOnce() -> (TcpStream, Answer) + Send + use<> {
+        let key = self.binding.key(&self.plan.as_ref().unwrap().ticket);
+        self.dialler_with(stream, &key)
+    }
+
+    /// Opens one data channel with a proof that this key makes.
+    pub fn open_with(&mut self, stream: u32, key: &[u8; 32]) -> Answer {
+        let (socket, answer) = self.dialler_with(stream, key)();
+        self.streams.push(socket);
+        answer
+    }
+
+    fn dialler_with(
         &self,
         stream: u32,
-        secret: Secret,
+        key: &[u8; 32],
     ) -> impl FnOnce() -> (TcpStream, Answer) + Send + use<> {
         let plan = self.plan.as_ref().unwrap();
-        let key = bind_ticket(&plan.ticket, &secret, &self.joined);
-        let hello = DataHello::new(plan.session, plan.client, stream, &key);
+        let hello = DataHello::new(plan.session, plan.client, stream, key);
         let address = self.address.clone();
         move || {
-            let mut socket = TcpStream::connect(&address).unwrap();
+            let socket = TcpStream::connect(&address).unwrap();
             socket.set_read_timeout(Some(PATIENCE)).unwrap();
-            write_fixed(&mut socket, &Preamble::new(Channel::Data)).unwrap();
-            write_fixed(&mut socket, &hello).unwrap();
-            let answer: Preamble = read_fixed(&mut socket).unwrap();
-            (socket, answer.answer().unwrap())
+            let link = Link::plain(socket.try_clone().unwrap());
+            link.write_fixed(&Preamble::new(Channel::Data)).unwrap();
+            link.write_fixed(&hello).unwrap();
+            let until = Instant::now() + PATIENCE;
+            let preamble: Preamble = link.read_fixed(until).unwrap();
+            let answer = preamble.answer().unwrap();
+            if answer == Answer::Admitted {
+                let _proof: Proof = link.read_fixed(until).unwrap();
+            }
+            (socket, answer)
         }
     }
 
     /// Waits for the plan and opens all data channels.
-    pub fn agree(&mut self, secret: Secret) {
+    pub fn agree(&mut self) {
         for stream in 0..self.await_plan().streams {
-            assert_eq!(self.open(stream, secret), Answer::Admitted);
+            assert_eq!(self.open(stream), Answer::Admitted);
         }
     }
 
@@ -127,8 +158,8 @@ impl Peer {
     }
 
     /// Goes through everything up to the bytes of the update: announces all checksums.
-    pub fn begin_upload(&mut self, secret: Secret, update: &Parcel) {
-        self.agree(secret);
+    pub fn begin_upload(&mut self, update: &Parcel) {
+        self.agree();
         assert_eq!(self.next().unwrap(), AggregatorMessage::Upload { round: 1 });
         self.say(&ClientMessage::Uploading { round: 1 });
         let (chunks, lanes) = self.chunks(update.manifest());

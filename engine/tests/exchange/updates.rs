@@ -247,13 +247,15 @@ fn a_header_that_means_nothing_is_refused() {
     for header in
         [&b"{"[..], b"", b"{\"w\":{\"dtype\":\"F32\",\"shape\":[9],\"data_offsets\":[0,8]}}"]
     {
-        let mut peer = Peer::come(&exchange, &crate::peer::join("p", header, secret(1).place()));
+        let mut peer =
+            Peer::come(&exchange, &crate::peer::join("p", header, secret(1).place()), secret(1));
         assert!(matches!(peer.next().unwrap(), AggregatorMessage::Failed { .. }));
     }
     // And does not disturb the one that waits.
     let deposit = leave(&exchange, 1, &parcel(&floats(), 1, &Arc::default()));
     until("the client has come", || exchange.has_met("client-1"));
-    let mut peer = Peer::come(&exchange, &crate::peer::join("p", b"[]", secret(1).place()));
+    let mut peer =
+        Peer::come(&exchange, &crate::peer::join("p", b"[]", secret(1).place()), secret(1));
     assert!(matches!(peer.next().unwrap(), AggregatorMessage::Failed { .. }));
     exchange.collect(secret(1), Duration::ZERO).unwrap();
     until_released(&deposit);

@@ -3,7 +3,8 @@
 use fedlane::manifest::Manifest;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame;
-use fedlane::wire::hello::{Answer, Channel, DataHello, Preamble, Secret};
+use fedlane::wire::hello::{Answer, Channel, DataHello, Opening, Preamble, Reply, Secret};
+use fedlane::wire::keys::{ControlKeys, Side};
 use fedlane::wire::message::{AggregatorMessage, ChunkRange, ClientMessage, Plan, WireSum};
 use serde::Serialize;
 use zerocopy::IntoBytes;
@@ -19,6 +20,9 @@ const TICKET: [u8; 32] = *b"a secret ticket of 32 bytes, yes";
 
 /// What two peers of an exchange know of each other.
 pub const SECRET: [u8; 32] = *b"a secret of 32 bytes, never sent";
+
+const CLIENT_NONCE: [u8; 32] = *b"a random number of the client...";
+const AGGREGATOR_NONCE: [u8; 32] = *b"a random number of the listener.";
 
 /// Some bytes of the protocol.
 pub struct Example {
@@ -69,8 +73,33 @@ pub fn examples() -> Vec<Example> {
 
 fn fixed() -> Vec<Example> {
     let data = (Channel::Data, "channel: data");
-    let hello = DataHello::new(SESSION, 1, 2, &TICKET);
+    let keys = ControlKeys::new(&Secret::new(SECRET), &CLIENT_NONCE, &AGGREGATOR_NONCE);
+    let opening = Opening { place: Secret::new(SECRET).place(), nonce: CLIENT_NONCE };
+    let reply = Reply { nonce: AGGREGATOR_NONCE, proof: keys.aggregator_proof() };
+    let alive = frame::encode(&ClientMessage::Alive).unwrap();
+    let mut seal = keys.seal(Side::Client);
+    let sealed = [seal.close(&alive), seal.close(&alive)].concat();
+    let sealed_parts = [
+        (4, "length of the message"),
+        (16, "seal of the length"),
+        (1, "message 4: alive"),
+        (16, "seal of the message"),
+        (4, "the same, as the second message"),
+        (16, "seal of the length"),
+        (1, "message 4: alive"),
+        (16, "seal of the message"),
+    ];
+    let key = keys.binding().key(&TICKET);
+    let hello = DataHello::new(SESSION, 1, 2, &key);
     let hello_parts = [(16, "session"), (4, "client 1"), (4, "stream 2"), (32, "proof")];
+    let admission = hello.admission(&key);
+    let admission_parts = [
+        (8, "magic"),
+        (2, "version 3"),
+        (1, "channel: data"),
+        (1, "answer: admitted"),
+        (32, "proof"),
+    ];
     vec![
         preamble(
             "preamble-control",
@@ -78,11 +107,28 @@ fn fixed() -> Vec<Example> {
             Answer::Admitted,
             "no answer",
         ),
+        Example::new("opening", opening.as_bytes(), &[(16, "place"), (32, "the client's number")]),
+        Example::new("reply", reply.as_bytes(), &[(32, "the aggregator's number"), (32, "proof")]),
+        Example::new("client-proof", &keys.client_proof(), &[(32, "proof")]),
+        preamble(
+            "answer-no-place",
+            (Channel::Control, "channel: control"),
+            Answer::NoPlace,
+            "answer: no such place",
+        ),
+        preamble(
+            "answer-tls-wanted",
+            (Channel::Control, "channel: control"),
+            Answer::TlsWanted,
+            "answer: TLS wanted",
+        ),
+        Example::new("sealed-messages", &sealed, &sealed_parts),
         preamble("preamble-data", data, Answer::Admitted, "no answer"),
         Example::new("data-hello", hello.as_bytes(), &hello_parts),
-        preamble("answer-admitted", data, Answer::Admitted, "answer: admitted"),
+        Example::new("answer-admitted", admission.as_bytes(), &admission_parts),
         preamble("answer-wrong-ticket", data, Answer::WrongTicket, "answer: wrong ticket"),
         preamble("answer-taken", data, Answer::Taken, "answer: taken"),
+        preamble("answer-expired", data, Answer::Expired, "answer: expired"),
     ]
 }
 
@@ -92,7 +138,7 @@ fn preamble(
     answer: Answer,
     answer_note: &'static str,
 ) -> Example {
-    let parts = [(8, "magic"), (2, "version 2"), (1, channel_note), (1, answer_note)];
+    let parts = [(8, "magic"), (2, "version 3"), (1, channel_note), (1, answer_note)];
     Example::new(name, Preamble::answering(channel, answer).as_bytes(), &parts)
 }
 

@@ -4,16 +4,17 @@ use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use fedlane::control::{Heartbeat, Reader, Writer, read_fixed, write_fixed};
+use fedlane::control::{ControlChannel, Heartbeat, Reader, Writer};
 use fedlane::limits::MAX_FRAME_BYTES;
+use fedlane::link::Link;
 use fedlane::manifest::ChunkTable;
 use fedlane::source::Source;
 use fedlane::source::generator::Generator;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
-use fedlane::wire::frame;
-use fedlane::wire::hello::{Answer, Channel, DataHello, Preamble, Secret, bind_ticket};
+use fedlane::wire::hello::{Answer, Channel, DataHello, Preamble, Secret};
+use fedlane::wire::keys::Binding;
 use fedlane::wire::message::{AggregatorMessage, ClientMessage, Plan};
 
 /// How long it waits for the real client before the test fails.
@@ -27,8 +28,7 @@ pub struct FakeAggregator {
     pub streams: Vec<TcpStream>,
     /// What its messages go through.
     pub writer: Arc<Writer>,
-    /// What the client joined with, in its frame.
-    join: Vec<u8>,
+    binding: Binding,
     source: Generator,
     plan: Plan,
     reader: Reader,
@@ -53,20 +53,21 @@ impl FakeAggregator {
 
     /// Lets one client join, and gives it signs of life from then on.
     pub fn welcome(listener: TcpListener) -> FakeAggregator {
-        let (mut control, _) = listener.accept().unwrap();
-        control.set_read_timeout(Some(PATIENCE)).unwrap();
-        let preamble: Preamble = read_fixed(&mut control).unwrap();
+        let (control, _) = listener.accept().unwrap();
+        let link = Link::plain(control.try_clone().unwrap());
+        let until = Instant::now() + PATIENCE;
+        let preamble: Preamble = link.read_fixed(until).unwrap();
         assert_eq!(preamble.channel().unwrap(), Channel::Control);
-        write_fixed(&mut control, &Preamble::new(Channel::Control)).unwrap();
-        let mut reader = Reader::new(control.try_clone().unwrap());
+        let find = |_: &_| Ok(Some(Secret::OPEN));
+        let (channel, _) = ControlChannel::accept(link, find, until).unwrap();
+        let ControlChannel { mut reader, writer, binding } = channel;
         let join: ClientMessage = reader.read(MAX_FRAME_BYTES).unwrap();
         assert!(matches!(join, ClientMessage::Join { .. }), "{join:?}");
-        let writer = Arc::new(Writer::new(&control, PATIENCE).unwrap());
         let listeners = Arc::new(Mutex::new(vec![writer.clone()]));
         let interval = Duration::from_millis(400);
         let pulse = Heartbeat::start(listeners, AggregatorMessage::Alive, interval).unwrap();
         FakeAggregator {
-            join: frame::encode(&join).unwrap(),
+            binding,
             listener,
             streams: Vec::new(),
             writer,
@@ -91,14 +92,19 @@ impl FakeAggregator {
 
     /// Accepts one data channel and answers it.
     pub fn answer_stream(&self, answer: Answer) -> TcpStream {
-        let (mut socket, _) = self.listener.accept().unwrap();
-        socket.set_read_timeout(Some(PATIENCE)).unwrap();
-        let preamble: Preamble = read_fixed(&mut socket).unwrap();
+        let (socket, _) = self.listener.accept().unwrap();
+        let link = Link::plain(socket.try_clone().unwrap());
+        let until = Instant::now() + PATIENCE;
+        let preamble: Preamble = link.read_fixed(until).unwrap();
         assert_eq!(preamble.channel().unwrap(), Channel::Data);
-        let hello: DataHello = read_fixed(&mut socket).unwrap();
-        let key = bind_ticket(&self.plan.ticket, &Secret::OPEN, &self.join);
+        let hello: DataHello = link.read_fixed(until).unwrap();
+        let key = self.binding.key(&self.plan.ticket);
         assert!(hello.is_admitted_by(&self.plan.session, &key));
-        write_fixed(&mut socket, &Preamble::answering(Channel::Data, answer)).unwrap();
+        match answer {
+            Answer::Admitted => link.write_fixed(&hello.admission(&key)).unwrap(),
+            other => link.write_fixed(&Preamble::answering(Channel::Data, other)).unwrap(),
+        }
+        socket.set_read_timeout(Some(PATIENCE)).unwrap();
         socket
     }
 

@@ -5,17 +5,18 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use fedlane::control::{Heartbeat, Reader, Writer, read_fixed, write_fixed};
+use fedlane::control::{ControlChannel, Heartbeat, Reader, Writer};
 use fedlane::error::ControlError;
 use fedlane::limits::MAX_FRAME_BYTES;
+use fedlane::link::Link;
 use fedlane::manifest::{ChunkTable, Manifest};
 use fedlane::source::Source;
 use fedlane::source::generator::Generator;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
-use fedlane::wire::frame;
-use fedlane::wire::hello::{Channel, DataHello, Preamble, Secret, bind_ticket};
+use fedlane::wire::hello::{Answer, Channel, DataHello, Preamble, Proof, Secret};
+use fedlane::wire::keys::Binding;
 use fedlane::wire::message::{AggregatorMessage, ChunkRange, ClientMessage, Plan};
 
 /// How long a hostile peer waits for the real one before the test fails.
@@ -30,13 +31,26 @@ pub struct HostileClient {
     pub streams: Vec<TcpStream>,
     /// What its messages go through.
     pub writer: Arc<Writer>,
-    /// Its first message, in its frame.
-    first: Vec<u8>,
+    binding: Binding,
     source: Generator,
     plan: Option<Plan>,
     address: String,
     pulse: Option<Heartbeat>,
     bytes: OnceCell<Vec<Vec<u8>>>,
+}
+
+/// Says hello on a connection, and what is answered.
+pub fn hello_answer(socket: &TcpStream, hello: &DataHello) -> Answer {
+    let link = Link::plain(socket.try_clone().unwrap());
+    link.write_fixed(&Preamble::new(Channel::Data)).unwrap();
+    link.write_fixed(hello).unwrap();
+    let until = Instant::now() + PATIENCE;
+    let preamble: Preamble = link.read_fixed(until).unwrap();
+    let answer = preamble.answer().unwrap();
+    if answer == Answer::Admitted {
+        let _proof: Proof = link.read_fixed(until).unwrap();
+    }
+    answer
 }
 
 impl HostileClient {
@@ -54,24 +68,20 @@ impl HostileClient {
 
     /// Begins with this message on this connection.
     pub fn join_with(
-        mut control: TcpStream,
+        control: TcpStream,
         first: &ClientMessage,
         manifest: &Manifest,
     ) -> HostileClient {
         let address = control.peer_addr().unwrap().to_string();
-        control.set_read_timeout(Some(PATIENCE)).unwrap();
-        write_fixed(&mut control, &Preamble::new(Channel::Control)).unwrap();
-        let answer: Preamble = read_fixed(&mut control).unwrap();
-        assert_eq!(answer.channel().unwrap(), Channel::Control);
-        let writer = Arc::new(Writer::new(&control, PATIENCE).unwrap());
+        let link = Link::plain(control.try_clone().unwrap());
+        let channel = ControlChannel::open(link, &Secret::OPEN, PATIENCE).unwrap();
+        let ControlChannel { reader, writer, binding } = channel;
         writer.send(first).unwrap();
-        let reader = Reader::new(control.try_clone().unwrap());
         let source = Generator::new(manifest.clone(), 2);
-        let first = frame::encode(first).unwrap();
         HostileClient {
             control,
             reader,
-            first,
+            binding,
             streams: Vec::new(),
             writer,
             source,
@@ -95,7 +105,7 @@ impl HostileClient {
         match self.next().unwrap() {
             AggregatorMessage::Plan(mut plan) => {
                 // What its proofs are made with.
-                plan.ticket = bind_ticket(&plan.ticket, &Secret::OPEN, &self.first);
+                plan.ticket = self.binding.key(&plan.ticket);
                 self.plan = Some(plan);
             }
             other => panic!("{other:?} instead of a plan"),
@@ -113,12 +123,9 @@ impl HostileClient {
         for stream in streams {
             let (plan, address) = (self.plan(), &self.address);
             let hello = DataHello::new(plan.session, plan.client, stream, &plan.ticket);
-            let mut socket = TcpStream::connect(address).unwrap();
+            let socket = TcpStream::connect(address).unwrap();
+            assert_eq!(hello_answer(&socket, &hello), Answer::Admitted);
             socket.set_read_timeout(Some(PATIENCE)).unwrap();
-            write_fixed(&mut socket, &Preamble::new(Channel::Data)).unwrap();
-            write_fixed(&mut socket, &hello).unwrap();
-            let answer: Preamble = read_fixed(&mut socket).unwrap();
-            assert_eq!(answer.answer().unwrap() as u8, 0);
             self.streams.push(socket);
         }
     }
@@ -148,6 +155,11 @@ impl HostileClient {
     /// Says something.
     pub fn say(&self, message: &ClientMessage) {
         self.writer.send(message).unwrap();
+    }
+
+    /// Says a message of this length and these bytes, with the right seals.
+    pub fn say_frame(&self, frame: &[u8]) {
+        self.writer.send_frame(frame).unwrap();
     }
 
     /// Puts bytes on the control channel.

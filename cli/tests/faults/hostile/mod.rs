@@ -6,7 +6,7 @@ mod client;
 mod process;
 
 pub use aggregator::FakeAggregator;
-pub use client::HostileClient;
+pub use client::{HostileClient, hello_answer};
 pub use process::{Process, command};
 
 use fedlane::manifest::{Dtype, Manifest, synthetic};

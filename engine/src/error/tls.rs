@@ -1,0 +1,56 @@
+//! What can be wrong with certificates, keys and TLS connections.
+
+use std::path::PathBuf;
+
+use rustls::{AlertDescription, CertificateError, Error, InvalidMessage};
+
+/// Why there is no TLS.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum TlsError {
+    /// A file of certificates or keys.
+    #[error("{}: {why}", path.display())]
+    File {
+        /// Its path.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// A name that no certificate can have.
+    #[error(
+        "\"{name}\" is no host name; give the name in the aggregator's certificate with --tls-name"
+    )]
+    Name {
+        /// The name.
+        name: String,
+    },
+    /// The handshake, or a record.
+    #[error("TLS: {source}{}", hint(source))]
+    Tls {
+        /// What rustls says.
+        #[from]
+        source: Error,
+    },
+}
+
+/// What may be the cause, where TLS's own words do not say it.
+fn hint(error: &Error) -> &'static str {
+    match error {
+        Error::InvalidMessage(InvalidMessage::InvalidContentType) => {
+            "; the other side does not speak TLS: give both sides TLS options, or none"
+        }
+        Error::InvalidCertificate(CertificateError::UnknownIssuer) => {
+            "; it is not from the authority that was given (--tls-ca, --tls-client-ca)"
+        }
+        Error::InvalidCertificate(
+            CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. },
+        ) => "; it is of another host: dial one that it names, or say --tls-name",
+        Error::NoCertificatesPresented
+        | Error::AlertReceived(AlertDescription::CertificateRequired) => {
+            "; clients need a certificate here: --tls-cert and --tls-key"
+        }
+        Error::AlertReceived(AlertDescription::UnknownCA) => {
+            "; our certificate is not from the authority that the other side knows"
+        }
+        _ => "",
+    }
+}
