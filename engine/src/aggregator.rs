@@ -364,6 +364,8 @@ pub struct Session {
     ready: bool,
     model: Option<Model>,
     round: u32,
+    /// The round whose model was sent last.
+    sent: Option<u32>,
     phases: Vec<Phase>,
     // Dropped last: they end threads.
     _heartbeat: Heartbeat,

@@ -333,6 +333,7 @@ impl Client {
                 sender,
                 early: VecDeque::new(),
                 wanted: VecDeque::new(),
+                came_back: false,
                 put_off: VecDeque::new(),
                 broken: None,
                 linger: None,
@@ -384,7 +385,15 @@ impl Client {
     /// An aggregator that ends the session, or cannot be reached any more.
     pub fn next_task(&mut self) -> Result<Task, ClientError> {
         loop {
-            match self.line.next()? {
+            let notice = match self.line.next() {
+                // With the last model here there is nothing more to hear.
+                Err(error) if is_interruption(&error) && self.is_complete() => {
+                    tracing::info!("{error}; all rounds are done");
+                    return Ok(Task::Done);
+                }
+                notice => notice?,
+            };
+            match notice {
                 Notice::Message(AggregatorMessage::Download { round, digest }) => {
                     // Our word was lost with the connection.
                     if self.holds == Some((round, digest)) {
@@ -399,7 +408,7 @@ impl Client {
                 Notice::Message(AggregatorMessage::Done) => return Ok(Task::Done),
                 // Said again after an interruption.
                 Notice::Message(AggregatorMessage::Applied { round, .. })
-                    if round == self.uploaded => {}
+                    if round == self.uploaded || self.line.came_back => {}
                 // What is wanted of the update that was asked for last.
                 Notice::Message(
                     wanted @ (AggregatorMessage::Want { .. } | AggregatorMessage::Prove { .. }),
@@ -411,6 +420,10 @@ impl Client {
                 _ => {}
             }
         }
+    }
+
+    fn is_complete(&self) -> bool {
+        self.holds.is_some_and(|(round, _)| round == self.rounds())
     }
 
     /// Tells the aggregator that the model of `round` is safe. If the connection is broken it hears
@@ -465,6 +478,8 @@ struct Line {
     early: VecDeque<AggregatorMessage>,
     /// Those of them that an upload is waiting for.
     wanted: VecDeque<AggregatorMessage>,
+    /// Whether the connection is not the first one.
+    came_back: bool,
     /// Events that came when nobody could react to them.
     put_off: VecDeque<Event>,
     /// The first sign that the connection is broken.
@@ -541,6 +556,7 @@ impl Line {
                 self.plan = link.plan.clone();
                 self.link = Some(*link);
                 self.broken = None;
+                self.came_back = true;
                 tracing::info!("aggregator {} is back", self.address);
                 Notice::Up
             }

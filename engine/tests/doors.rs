@@ -98,9 +98,9 @@ fn a_bit_that_is_changed_anywhere_ends_the_channel() {
     let whole = cross(None);
     whole.client.unwrap();
     whole.aggregator.unwrap();
-    // Preamble, place and number, proof, and a message of two bytes in its seals.
+    // Preamble, place and number, proof, and a message of two or three bytes in its seals.
     assert_eq!(whole.there.len(), 12 + 48 + 32 + 4 + 16 + 2 + 16);
-    assert_eq!(whole.back.len(), 12 + 64 + 4 + 16 + 2 + 16);
+    assert_eq!(whole.back.len(), 12 + 64 + 4 + 16 + 3 + 16);
     for (to_aggregator, length) in [(true, whole.there.len()), (false, whole.back.len())] {
         for at in 0..length {
             let bit = (at % 8) as u8;

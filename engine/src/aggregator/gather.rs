@@ -344,6 +344,7 @@ impl Gathering {
             ready,
             model: None,
             round: 0,
+            sent: None,
             phases: vec![warmed],
             _heartbeat: heartbeat,
             _admission: admission,

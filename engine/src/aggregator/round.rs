@@ -181,7 +181,10 @@ impl Session {
         for peer in &self.members.peers {
             peer.shared.start_round(round, self.ready);
         }
-        let lost: Vec<bool> = self.members.peers.iter().map(|peer| peer.is_gone()).collect();
+        // Who came back too late for the last model cannot have trained on it.
+        let lacks = |peer: &super::members::Peer| self.sent.is_some() && peer.holds != self.sent;
+        let peers = self.members.peers.iter();
+        let lost: Vec<bool> = peers.map(|peer| peer.is_gone() || lacks(peer)).collect();
         let averaging = self.config.averaging;
         self.counted = match averaging {
             Averaging::Streaming => {
@@ -295,11 +298,17 @@ impl Session {
         let digest = model_digest(&manifest.layout_digest(), chunk_bytes, &model.sums);
         let source = RegionSource::new(manifest, &model.region, chunk_bytes, model.sums.clone());
         let kind = SendKind::choose(self.config.send_path, &source)?;
-        let broadcast =
-            Broadcast { round: self.round, digest, kind, min_clients: self.upload.min_clients };
+        let broadcast = Broadcast {
+            counted: self.counted.clone(),
+            round: self.round,
+            digest,
+            kind,
+            min_clients: self.upload.min_clients,
+        };
         let confirmed = broadcast.run(&self.lanes, &mut self.members, &source, &model.sums)?;
         let phase = meter.stop(self.manifest().data_bytes() * confirmed as u64);
         self.phases.push(phase.sent_by(kind));
+        self.sent = Some(self.round);
         Ok(())
     }
 
@@ -746,6 +755,8 @@ fn end_lanes<T>(
 
 /// How the model is sent.
 struct Broadcast {
+    /// Whose updates are in the model; nobody's in the initial one.
+    counted: Vec<bool>,
     round: u32,
     digest: [u8; 32],
     kind: SendKind,
@@ -852,7 +863,10 @@ impl Broadcasting<'_> {
 
     fn react(&mut self, notice: Notice) -> Result<(), AggregatorError> {
         match notice {
-            Notice::Up(peer) => self.attach(peer),
+            Notice::Up(peer) => {
+                self.tell_of_round(peer);
+                self.attach(peer)
+            }
             Notice::Down(peer) => {
                 self.inboxes.iter().for_each(|inbox| inbox.put(SendOrder::Detach { peer }));
                 Ok(())
@@ -877,6 +891,16 @@ impl Broadcasting<'_> {
         }
     }
 
+    /// A client that comes back may not have heard that the round is over.
+    fn tell_of_round(&self, peer: usize) {
+        // A process that began again has asked nothing.
+        let asks = self.members.peers[peer].up().is_some_and(|up| !up.doubted);
+        if let Some(&counted) = self.broadcast.counted.get(peer).filter(|_| asks) {
+            let round = self.broadcast.round;
+            self.members.tell(peer, &AggregatorMessage::Applied { round, counted });
+        }
+    }
+
     /// A client that is connected hears of the model, and will ask for what it has not.
     fn attach(&mut self, peer: usize) -> Result<(), AggregatorError> {
         let Some(up) = self.members.peers[peer].up() else { return Ok(()) };
@@ -885,7 +909,7 @@ impl Broadcasting<'_> {
         for (inbox, channel) in self.inboxes.iter().zip(channels) {
             inbox.put(SendOrder::Attach { peer, connection, channel });
         }
-        let Broadcast { round, digest, .. } = *self.broadcast;
+        let (round, digest) = (self.broadcast.round, self.broadcast.digest);
         self.moved[peer] = Moved { bytes: 0, since: Some(Instant::now()) };
         self.members.tell(peer, &AggregatorMessage::Download { round, digest });
         Ok(())

@@ -261,6 +261,20 @@ impl Uploading<'_> {
                 {
                     return Ok(counted);
                 }
+                // The round went on while the connection was broken.
+                Notice::Message(
+                    later @ (AggregatorMessage::Download { .. } | AggregatorMessage::Done),
+                ) if self.line.came_back => {
+                    self.line.early.push_front(later);
+                    return Ok(false);
+                }
+                Notice::Message(AggregatorMessage::Upload { round })
+                    if self.line.came_back && round != self.round =>
+                {
+                    self.line.early.push_front(AggregatorMessage::Upload { round });
+                    return Ok(false);
+                }
+                Notice::Message(AggregatorMessage::Applied { .. }) if self.line.came_back => {}
                 Notice::Message(message) => self.hear(message)?,
                 Notice::Down => {
                     self.inboxes.iter().for_each(|inbox| inbox.put(SendOrder::Detach { peer: 0 }));
