@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::control::{Congestion, Writer, printable};
-use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError};
+use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError, WireError};
 use crate::lane::receive::{ChunkBuffers, ReceiveReport};
 use crate::lane::send::SendBroken;
 use crate::limits;
@@ -386,8 +386,11 @@ impl Client {
     pub fn next_task(&mut self) -> Result<Task, ClientError> {
         loop {
             let notice = match self.line.next() {
-                // With the last model here there is nothing more to hear.
-                Err(error) if is_interruption(&error) && self.is_complete() => {
+                // With the last model here there is one thing left to hear.
+                Err(ClientError::Control { error, .. })
+                    if matches!(error, ControlError::Wire(WireError::Seal))
+                        && self.is_complete() =>
+                {
                     tracing::info!("{error}; all rounds are done");
                     return Ok(Task::Done);
                 }
@@ -584,8 +587,17 @@ impl Line {
             return Err(error);
         }
         if self.broken.is_none() {
+            // Who was silent has no last words.
+            let was_silent = matches!(
+                error,
+                ClientError::Transfer {
+                    error: TransferError::Stalled { .. } | TransferError::NoChecksum,
+                    ..
+                }
+            );
+            let patience = if was_silent { Duration::ZERO } else { limits::LAST_WORDS };
             self.broken = Some(error);
-            self.linger = Some(Instant::now() + limits::LAST_WORDS);
+            self.linger = Some(Instant::now() + patience);
         }
         Ok(())
     }
