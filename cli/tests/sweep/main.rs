@@ -8,5 +8,6 @@ mod kills;
 mod model;
 mod points;
 mod process;
+mod quorum;
 mod resume;
 mod session;

@@ -9,7 +9,7 @@ use fedlane_testing::{Plan, Proxy, Traffic};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use crate::model::{CHUNK_BYTES, EVERYONE, EXAMPLES, Layout, Models, NAMES};
+use crate::model::{CHUNK_BYTES, EVERYONE, EXAMPLES, Layout, Members, Models, NAMES};
 use crate::process::{Ended, Process};
 
 /// Milliseconds without progress after which a peer is given up.
@@ -37,6 +37,8 @@ pub struct Session {
     pub serve: Process,
     pub clients: Vec<Process>,
     pub proxy: Proxy,
+    /// Whether a mean without the victim is right too.
+    pub may_lack_victim: bool,
     serve_address: SocketAddr,
     models: &'static Models,
 }
@@ -70,7 +72,8 @@ impl Session {
             start_join(NAMES[client], directory.path(), models, dialled)
         });
         let clients = clients.collect();
-        Session { directory, serve, clients, proxy, serve_address: address, models }
+        let (may_lack_victim, serve_address) = (false, address);
+        Session { directory, serve, clients, proxy, may_lack_victim, serve_address, models }
     }
 
     pub fn victim(&self) -> &Process {
@@ -183,8 +186,12 @@ impl Session {
             let path = entry.unwrap().path();
             let extension = path.extension().unwrap_or_default();
             let members = (extension == "mean").then(|| self.models.members(&path));
-            // A mean of some would be wrong too: nobody said that it may be.
-            if members.is_some_and(|members| members != Some(EVERYONE)) {
+            // A mean of some would be wrong too where nobody said that it may be.
+            let is_right = |members: Option<Members>| match members {
+                Some(EVERYONE) => true,
+                members => self.may_lack_victim && members == Some(EVERYONE & !(1 << VICTIM)),
+            };
+            if members.is_some_and(|members| !is_right(members)) {
                 return Err(format!("{} is the mean of {members:?}", path.display()));
             }
             if extension != "mean" && extension != "log" {
@@ -201,6 +208,11 @@ impl Session {
             .map(|entry| entry.file_name())
             .find(|name| name.to_string_lossy().contains("fedlane"));
         left.map_or(Ok(()), |name| Err(format!("left in /dev/shm: {name:?}")))
+    }
+
+    /// Whose mean the process of that name has.
+    pub fn members_of(&self, name: &str) -> Option<Members> {
+        self.models.members(&self.output(name))
     }
 
     /// What everyone said.
