@@ -97,6 +97,11 @@ impl DataChannel {
         socket::unacknowledged_bytes(self.link.as_fd()).unwrap_or(0)
     }
 
+    /// Bytes that have come and nobody has read; 0 where that is not known.
+    pub fn unread_bytes(&self) -> u64 {
+        rustix::io::ioctl_fionread(self).unwrap_or(0)
+    }
+
     /// Fails if more bytes came than were agreed: they would be taken for the beginning of the next
     /// model.
     pub fn refuse_more(&self) -> Result<(), TransferError> {

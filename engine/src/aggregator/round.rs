@@ -513,12 +513,14 @@ impl Uploading<'_> {
         for peer in 0..self.lost.len() {
             self.attach(peer)?;
         }
-        let mut until = self.upload.round_deadline.map(|deadline| Instant::now() + deadline);
+        let began = Instant::now();
+        let mut until = self.upload.round_deadline.map(|deadline| began + deadline);
+        let mut came = 0;
         while !self.is_over() {
             let notice = self.members.next(until)?;
             if matches!(notice, Notice::Timeout) {
-                until = None;
-                self.leave_stragglers()?;
+                let last = std::mem::replace(&mut came, self.bytes_that_came());
+                until = self.leave_stragglers(began, last < came)?;
                 continue;
             }
             self.react(notice)?;
@@ -688,11 +690,45 @@ impl Uploading<'_> {
         self.order(|| ReceiveOrder::Lose { peer });
     }
 
-    /// Goes on without those who are late, if enough others are there.
-    fn leave_stragglers(&mut self) -> Result<(), AggregatorError> {
-        let late: Vec<usize> =
-            (0..self.lost.len()).filter(|&peer| !self.lost[peer] && !self.is_whole(peer)).collect();
-        let seconds = self.upload.round_deadline.unwrap_or_default().as_secs_f64();
+    fn bytes_that_came(&self) -> u64 {
+        let peers = self.members.peers.iter();
+        peers.map(|peer| peer.shared.came.load(Ordering::Relaxed)).sum()
+    }
+
+    /// Goes on without those who are late, if enough others are there. Where clients take turns, those
+    /// who wait for a late one are not late themselves: they get time as long as their bytes come,
+    /// but not longer than they had. Gives when to look again.
+    fn leave_stragglers(
+        &mut self,
+        began: Instant,
+        moves: bool,
+    ) -> Result<Option<Instant>, AggregatorError> {
+        let deadline = self.upload.round_deadline.unwrap_or_default();
+        let seconds = deadline.as_secs_f64();
+        let is_late = |peer: &usize| !self.lost[*peer] && !self.is_whole(*peer);
+        let mut late: Vec<usize> = (0..self.lost.len()).filter(is_late).collect();
+        let takes_turns = self.upload.order == crate::lane::receive::Order::Client;
+        if takes_turns && began.elapsed() < 2 * deadline + limits::LAST_WORDS {
+            let again = Some(Instant::now() + limits::LAST_WORDS);
+            if moves && began.elapsed() > deadline + limits::LAST_WORDS {
+                return Ok(again);
+            }
+            late.retain(|&peer| self.is_awaited(peer));
+            self.leave_late(late, seconds)?;
+            return Ok(again);
+        }
+        self.leave_late(late, seconds)?;
+        Ok(None)
+    }
+
+    /// Whether some lane has nothing of a client's to take.
+    fn is_awaited(&self, peer: usize) -> bool {
+        let Some(up) = self.members.peers[peer].up() else { return true };
+        let lanes = self.whole.iter().zip(up.streams.iter().flatten());
+        lanes.filter(|(whole, _)| !whole[peer]).any(|(_, channel)| channel.unread_bytes() == 0)
+    }
+
+    fn leave_late(&mut self, late: Vec<usize>, seconds: f64) -> Result<(), AggregatorError> {
         for peer in late {
             let fault = || Fault::TooLate { seconds };
             let label = self.members.peers[peer].label();
