@@ -111,6 +111,8 @@ pub struct Paths {
     pub congestion: Congestion,
 
     /// Milliseconds without any sign of life after which a peer is given up
+    ///
+    /// Half of it is silence after which the connection is dialled again, unless --reconnect-ms is 0.
     #[arg(long, value_name = "MS", default_value_t = limits::DEADLINE.as_millis() as u64)]
     #[arg(value_parser = clap::value_parser!(u64).range(limits::MIN_DEADLINE_MS..=limits::MAX_DEADLINE_MS))]
     pub deadline_ms: u64,

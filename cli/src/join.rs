@@ -27,7 +27,7 @@ use crate::update::Update;
 /// Send a model to an aggregator and take the mean of all clients' models
 ///
 /// In every round the client runs --train, if given, then sends --model, then takes the mean
-/// into --output.
+/// into --output. A connection that breaks is dialled again for --reconnect-ms.
 #[derive(Args)]
 pub struct Join {
     /// Address and port of `fedlane serve`

@@ -22,8 +22,9 @@ use crate::progress::{Bar, Progress};
 /// Wait for clients, average their models while they arrive, and send the mean back
 ///
 /// The clients run `fedlane join`. Every client must bring the same tensors. The mean is weighted
-/// by each client's --examples. A client that dies, stalls or sends something else ends the
-/// session for all, with an error that names it.
+/// by each client's --examples. A client whose connection breaks may come back and goes on where it
+/// was. One that does not, or that sends something else, is left out if --min-clients are left;
+/// otherwise it ends the session for all, with an error that names it.
 #[derive(Args)]
 pub struct Serve {
     /// Address and port to listen on; 0.0.0.0:PORT lets other machines in

@@ -39,7 +39,8 @@ use crate::region::Region;
 /// `progress` is called as progress(phase, client, done_bytes, total_bytes) every 50 ms while bytes
 /// move, and at the end of each phase, "upload" or "download". What it raises ends the session.
 ///
-/// A client that dies, stalls or lies ends the session for all, with a PeerError that names it.
+/// A client whose connection breaks may come back within the deadline and goes on where it was. One
+/// that does not, or that lies, ends the session for all, with a PeerError that names it.
 /// After any error of a call, the session has ended; only ModelError from send() and wrong use leave
 /// it as it was.
 ///

@@ -51,6 +51,18 @@ class Reader:
     def f64(self):
         return struct.unpack("<d", self.take(8))[0]
 
+    def flag(self):
+        byte = self.take(1)[0]
+        assert byte in (0, 1)
+        return byte == 1
+
+    def ticket(self):
+        """Of 32 bytes, or None."""
+        return self.take(32) if self.flag() else None
+
+    def ranges(self):
+        return [range(self.varint(), self.varint()) for _ in range(self.varint())]
+
 
 def message(name):
     """The number of a message, and a reader of its fields."""
@@ -99,14 +111,14 @@ CHUNK = np.array([1.0, 2.0], "<f4").tobytes()
 
 
 def digest():
-    _, _, header, _ = join()
+    _, _, header, *_ = join()
     hasher = blake3.blake3(derive_key_context="fedlane 2026 model digest")
     hasher.update(layout_digest(header) + u64(262_144) + u64(chunk_sum(CHUNK)))
     return hasher.digest()
 
 
 def join():
-    return read("client-message-0-join", "text", "f64", "text", 16)
+    return read("client-message-0-join", "text", "f64", "text", 16, "ticket")
 
 
 def plan():
@@ -175,8 +187,8 @@ def test_the_ticket_proves_the_data_hello():
 
 
 def test_join():
-    name, count, header, place = join()
-    assert (name, count, place) == ("site-a", 600.0, bytes(16))
+    name, count, header, place, resumes = join()
+    assert (name, count, place, resumes) == ("site-a", 600.0, bytes(16), None)
     assert json.loads(header) == {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 
 
@@ -189,8 +201,8 @@ def test_plan():
 @pytest.mark.parametrize("side", ["client", "aggregator"])
 def test_sums(side):
     assert chunk_sum(b"123456789") == 0xAE8B_1486_0A79_9888
-    stream, count, total = read(f"{side}-message-2-sums", "varint", "varint", 8)
-    assert (stream, count, total) == (0, 1, u64(chunk_sum(CHUNK)))
+    first, count, total = read(f"{side}-message-2-sums", "varint", "varint", 8)
+    assert (first, count, total) == (0, 1, u64(chunk_sum(CHUNK)))
 
 
 def test_digests():
@@ -203,11 +215,24 @@ def test_digests():
     [
         ("client-message-1-uploading", 1),
         ("aggregator-message-3-upload", 1),
-        ("aggregator-message-4-applied", 300),
     ],
 )
 def test_rounds(name, number):
     assert read(name, "varint") == [number]
+
+
+def test_applied():
+    assert read("aggregator-message-4-applied", "varint", "flag") == [300, True]
+
+
+@pytest.mark.parametrize("name", ["client-message-7-want", "aggregator-message-8-want"])
+def test_want(name):
+    assert read(name, "varint", "ranges") == [1, [range(5, 300), range(1, 2)]]
+
+
+@pytest.mark.parametrize("name", ["client-message-8-prove", "aggregator-message-9-prove"])
+def test_prove(name):
+    assert read(name, "varint", "ranges") == [0, [range(5)]]
 
 
 def test_messages_without_numbers():
