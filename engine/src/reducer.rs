@@ -138,7 +138,7 @@ impl Weights {
             _ => return Ok(false),
         }
         match left.iter().filter(|weight| weight.is_positive()).count() {
-            0 => return Err(ReducerError::NoWeight),
+            0 => Err(ReducerError::NoWeight),
             1 => {
                 let alone = |w: &Weight| f64::from(u8::from(w.is_positive()));
                 *self = Weights::new(&left.iter().map(alone).collect::<Vec<_>>())?;

@@ -694,7 +694,7 @@ impl Lane<'_, '_> {
         };
         next.asked = run.end.min(run.start + limits::SUMS_ASKED);
         next.since = Instant::now();
-        let (connection, chunks) = (next.connection, vec![run.start..next.asked]);
+        let (connection, chunks) = (next.connection, ranges(run.start..next.asked));
         (self.report)(ReceiveReport::Prove { peer, connection, chunks });
     }
 
@@ -819,7 +819,7 @@ impl Lane<'_, '_> {
         }
         let stream = &mut self.streams[peer];
         let connection = stream.line.as_ref().map_or(0, |line| line.connection);
-        let wanted = vec![chunk.index..chunk.index + 1];
+        let wanted = ranges([chunk.index]);
         stream.push_back(&wanted);
         (self.report)(ReceiveReport::Want { peer, connection, chunks: wanted });
         Ok(Step::Chunk)
