@@ -31,4 +31,5 @@ pub mod sink;
 pub mod source;
 pub mod sums;
 pub mod sys;
+pub mod verdict;
 pub mod wire;
