@@ -15,7 +15,7 @@ use serde_json::json;
 
 use crate::args::{Averager, Paths};
 use crate::check::Expected;
-use crate::output::{Output, error_text, phase_fields, phase_text};
+use crate::output::{Output, error_text, phase_fields, phase_text, update_fields, update_text};
 use crate::progress::{Bar, Progress};
 
 /// Wait for clients, average their models while they arrive, and send the mean back
@@ -107,12 +107,14 @@ impl Serve {
             ModelFile::create(path, session.manifest())?;
         }
         let mut reported = self.report(session, output, 0);
+        let mut updates = 0;
         if let Some(initial) = initial {
             session.send_initial(initial)?;
         }
         for _ in 0..self.rounds {
             self.run_round(session)?;
             reported = self.report(session, output, reported);
+            updates = report_updates(session, output, updates);
         }
         if let (Some(expected), Some(model)) = (&self.expect, session.model()) {
             let checked = expected.check(session.manifest(), model.bytes())?;
@@ -174,6 +176,14 @@ impl Serve {
         }
         session.phases().len()
     }
+}
+
+/// Prints what was found in the updates from number `from` on and returns how many there are now.
+fn report_updates(session: &Session, output: Output, from: usize) -> usize {
+    for report in &session.updates()[from..] {
+        output.event("update", update_fields(report), &update_text(report));
+    }
+    session.updates().len()
 }
 
 /// Finds out before anything is moved whether `path` can be written.

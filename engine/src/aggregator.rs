@@ -26,6 +26,7 @@ use crate::signal::Signal;
 use crate::sink::mean::{TileMemory, Wave};
 use crate::sums::SumTable;
 use crate::sys::process;
+use crate::verdict::{UpdatePolicy, UpdateReport};
 use crate::wire::hello::{Place, Secret, SessionId, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
@@ -73,6 +74,8 @@ pub struct AggregatorConfig {
     pub send_path: Option<SendKind>,
     /// Congestion control of the data channels.
     pub congestion: Congestion,
+    /// What is done with bad updates.
+    pub updates: UpdatePolicy,
 }
 
 impl Default for AggregatorConfig {
@@ -88,6 +91,7 @@ impl Default for AggregatorConfig {
             receive_path: ReceiveKind::default(),
             send_path: None,
             congestion: Congestion::Auto,
+            updates: UpdatePolicy::default(),
         }
     }
 }
@@ -246,6 +250,10 @@ fn check(config: &AggregatorConfig) -> Result<(), AggregatorError> {
     within("rounds", config.rounds.into(), 1, limits::MAX_ROUNDS.into())?;
     within("streams", config.streams as u64, 1, limits::MAX_STREAMS as u64)?;
     within("chunk bytes", config.chunk_bytes, limits::MIN_CHUNK_BYTES, limits::MAX_CHUNK_BYTES)?;
+    let possible = |norm: &f64| norm.is_finite() && *norm > 0.0;
+    if let Some(clip_norm) = config.updates.clip_norm.filter(|norm| !possible(norm)) {
+        return Err(AggregatorError::ClipNorm { clip_norm });
+    }
     let deadline_ms = config.deadline.as_millis().min(u64::MAX.into()) as u64;
     within("deadline in ms", deadline_ms, limits::MIN_DEADLINE_MS, limits::MAX_DEADLINE_MS)
 }
@@ -340,6 +348,8 @@ pub struct Session {
     model: Option<Model>,
     round: u32,
     phases: Vec<Phase>,
+    /// What came in each round, for all rounds.
+    updates: Vec<UpdateReport>,
     events: Receiver<Event>,
     sender: Sender<Event>,
     // Dropped last: they end threads.
@@ -501,6 +511,12 @@ impl Session {
     /// What was measured so far.
     pub fn phases(&self) -> &[Phase] {
         &self.phases
+    }
+
+    /// What was found in the updates so far, and what was done with each; round by round, in client
+    /// order.
+    pub fn updates(&self) -> &[UpdateReport] {
+        &self.updates
     }
 
     /// How far each client is; can be read from another thread.

@@ -342,6 +342,7 @@ impl Gathering {
             model: None,
             round: 0,
             phases: vec![agreed.warmed],
+            updates: Vec::new(),
             events,
             sender,
             _heartbeat: heartbeat,

@@ -303,6 +303,12 @@ pub enum AggregatorError {
         /// The largest value.
         most: u64,
     },
+    /// A norm that nothing can be clipped to.
+    #[error("the clip norm is {clip_norm}; it must be finite and above zero")]
+    ClipNorm {
+        /// Its value.
+        clip_norm: f64,
+    },
     /// More clients than this process may have connections.
     #[error(
         "{clients} clients take at least {wanted} open files and the limit is {limit}; raise it with `ulimit -n`"
