@@ -24,8 +24,8 @@
 //! products underflow, (K + 1) 2^-148, or (K + 1) 2^-1072, is added. The bound is the usual one for recursive
 //! summation (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2).
 
-mod clip;
-mod inspect;
+pub mod clip;
+pub mod inspect;
 mod kernels;
 
 use std::ops::Range;
