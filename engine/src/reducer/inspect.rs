@@ -273,17 +273,12 @@ impl<E: Float> Kernel for Clean<'_, E> {
 /// Notes what is not finite in the block of that number.
 #[inline(always)]
 fn count<E: Float>(index: usize, block: &[E::Bytes], found: &mut Found) {
-    let mut lanes = [E::Word::default(); LANES];
-    let (rows, rest) = block.as_chunks::<LANES>();
-    for row in rows {
-        for (lane, &x) in lanes.iter_mut().zip(row) {
-            *lane += (!E::is_number(x)).into();
-        }
+    // One sum, which the compiler cuts into lanes by itself: with lanes written out it does not.
+    let mut nonfinite = E::Word::default();
+    for &x in block {
+        nonfinite += (!E::is_number(x)).into();
     }
-    for (lane, &x) in lanes.iter_mut().zip(rest) {
-        *lane += (!E::is_number(x)).into();
-    }
-    let nonfinite: u64 = lanes.into_iter().map(Into::into).sum();
+    let nonfinite: u64 = nonfinite.into();
     if nonfinite > 0 && found.nonfinite == 0 {
         let first = block.iter().position(|&x| !E::is_number(x));
         found.first_nonfinite = first.map(|first| (index * BLOCK_ELEMENTS + first) as u64);
