@@ -10,6 +10,7 @@ use fedlane::limits;
 use fedlane::manifest::{Dtype, PRESETS};
 use fedlane::paths::{ReceiveKind, SendKind};
 use fedlane::receiver::Lands;
+use fedlane::verdict::{OnNonfinite, UpdatePolicy};
 
 /// Sizes: a number of bytes, or with a unit: KiB MiB GiB TiB, KB MB GB TB.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
@@ -178,6 +179,18 @@ pub struct Averager {
     #[arg(long, value_enum, default_value_t = OrderArg::Arrival)]
     pub order: OrderArg,
 
+    /// What happens to an update with elements that are NaN or infinite
+    #[arg(long, value_enum, value_name = "WHAT", default_value_t = OnNonfiniteArg::Reject)]
+    pub on_nonfinite: OnNonfiniteArg,
+
+    /// Largest norm of an update; larger ones are scaled down to it
+    ///
+    /// The norm is the Euclidean one over all floats of the model, measured from the model that was
+    /// sent before, or from zero if none was. Integers and bools are neither measured nor scaled. An
+    /// update more than 2^48 times as large is left out.
+    #[arg(long, value_name = "NORM", value_parser = parse_clip_norm)]
+    pub clip_norm: Option<f64>,
+
     /// What happens to updates; all but "streaming" are for benchmarks
     #[arg(long, value_enum, default_value_t = AveragingArg::Streaming, hide = true)]
     pub averaging: AveragingArg,
@@ -190,6 +203,17 @@ pub enum OrderArg {
     Arrival,
     /// By client name: the same bits whoever came first
     Client,
+}
+
+/// `--on-nonfinite`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OnNonfiniteArg {
+    /// It is left out whole: the mean is that of the others
+    Reject,
+    /// Those elements count as zero
+    Zero,
+    /// It counts as it is: those elements of the mean are NaN or infinite too
+    Keep,
 }
 
 /// `--averaging`.
@@ -230,6 +254,14 @@ impl Averager {
             receive_path: paths.receive_path,
             send_path: paths.send_path,
             congestion: paths.congestion.clone(),
+            updates: UpdatePolicy {
+                on_nonfinite: match self.on_nonfinite {
+                    OnNonfiniteArg::Reject => OnNonfinite::Reject,
+                    OnNonfiniteArg::Zero => OnNonfinite::Zero,
+                    OnNonfiniteArg::Keep => OnNonfinite::Keep,
+                },
+                clip_norm: self.clip_norm,
+            },
             ..AggregatorConfig::default()
         }
     }
@@ -239,14 +271,17 @@ impl Averager {
         let name = |value: clap::builder::PossibleValue| value.get_name().to_string();
         let order = self.order.to_possible_value().map(name).unwrap_or_default();
         let averaging = self.averaging.to_possible_value().map(name).unwrap_or_default();
+        let on_nonfinite = self.on_nonfinite.to_possible_value().map(name).unwrap_or_default();
         let mut args = vec![
             format!("--chunk-bytes={}", self.chunk_bytes),
             format!("--order={order}"),
             format!("--averaging={averaging}"),
+            format!("--on-nonfinite={on_nonfinite}"),
         ];
         args.extend(self.min_clients.map(|least| format!("--min-clients={least}")));
         let seconds = self.round_deadline.map(|deadline| deadline.as_secs_f64());
         args.extend(seconds.map(|seconds| format!("--round-deadline={seconds}")));
+        args.extend(self.clip_norm.map(|norm| format!("--clip-norm={norm}")));
         args.extend(self.streams.map(|streams| format!("--streams={streams}")));
         args
     }
@@ -259,6 +294,14 @@ fn parse_seconds(text: &str) -> Result<Duration, String> {
         Ok(Duration::from_secs_f64(seconds))
     } else {
         Err(format!("must be more than 0 and at most {most}"))
+    }
+}
+
+fn parse_clip_norm(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(norm) if norm.is_finite() && norm > 0.0 => Ok(norm),
+        Ok(_) => Err("must be finite and above zero".into()),
+        Err(_) => Err("not a number".into()),
     }
 }
 

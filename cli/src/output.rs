@@ -3,6 +3,7 @@
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use fedlane::meter::Phase;
 use fedlane::sys::process;
+use fedlane::verdict::{Rejection, UpdateReport, Verdict};
 use serde_json::{Map, Value, json};
 
 /// Writes the results of a process, for people or for programs.
@@ -90,6 +91,72 @@ pub fn phase_text(phase: &Phase) -> String {
     )
 }
 
+/// What was found in an update, and what was done with it, as a JSON object. A norm beyond f64 is
+/// null.
+pub fn update_fields(report: &UpdateReport) -> Value {
+    let found = &report.summary;
+    let mut fields = json!({
+        "round": report.round,
+        "client": report.client,
+        "bytes": found.bytes,
+        "elements": found.elements,
+        "nonfinite": found.nonfinite,
+        "weight": report.weight,
+    });
+    if let Some(first) = &found.first_nonfinite {
+        fields["first_nonfinite"] = json!({ "tensor": first.tensor, "index": first.index });
+    }
+    if let Some(norm) = found.norm {
+        fields["norm"] = json!(norm);
+    }
+    match report.verdict {
+        Verdict::Counted { clip_factor, zeroed } => {
+            fields["counted"] = json!(true);
+            fields["clip_factor"] = json!(clip_factor);
+            fields["zeroed"] = json!(if zeroed { found.nonfinite } else { 0 });
+        }
+        Verdict::Rejected(why) => {
+            fields["counted"] = json!(false);
+            fields["rejected"] = json!(match why {
+                Rejection::Nonfinite => "nonfinite",
+                Rejection::TooLarge => "too_large",
+            });
+        }
+    }
+    fields
+}
+
+/// What was found in an update, and what was done with it, as a line of text.
+pub fn update_text(report: &UpdateReport) -> String {
+    let found = &report.summary;
+    let mut text = format!(
+        "round {} update of {:?}: {} elements, {}",
+        report.round,
+        report.client,
+        found.elements,
+        bytes_text(found.bytes)
+    );
+    if let Some(norm) = found.norm {
+        text += &format!(", norm {norm:.4e}");
+    }
+    if let Some(first) = &found.first_nonfinite {
+        let (tensor, index) = (&first.tensor, first.index);
+        text += &format!(", {} not finite, first {tensor:?} at {index}", found.nonfinite);
+    }
+    text + &match report.verdict {
+        Verdict::Rejected(Rejection::Nonfinite) => "; left out: not finite".to_owned(),
+        Verdict::Rejected(Rejection::TooLarge) => "; left out: too large to be clipped".to_owned(),
+        Verdict::Counted { clip_factor, zeroed } => {
+            let zeroed = if zeroed { " zeroed," } else { "" };
+            let clipped = match clip_factor < 1.0 {
+                true => format!(" clipped by {clip_factor:.4e},"),
+                false => String::new(),
+            };
+            format!(";{zeroed}{clipped} counted with weight {}", report.weight)
+        }
+    }
+}
+
 /// A size for people: decimal units, as goodput has them.
 pub fn bytes_text(bytes: u64) -> String {
     indicatif::DecimalBytes(bytes).to_string()
@@ -106,4 +173,60 @@ pub fn table(header: &[&str]) -> Table {
         column.set_cell_alignment(CellAlignment::Right);
     }
     table
+}
+
+#[cfg(test)]
+mod tests {
+    use fedlane::verdict::{OnNonfinite, Place, Summary, UpdatePolicy};
+
+    use super::*;
+
+    fn report(policy: UpdatePolicy, nonfinite: u64, norm: Option<f64>) -> UpdateReport {
+        let first_nonfinite =
+            (nonfinite > 0).then(|| Place { tensor: "a \"b\"\n".into(), index: 7 });
+        let summary = Summary { bytes: 4000, elements: 1000, nonfinite, first_nonfinite, norm };
+        policy.report("site-1".into(), 2, 40.0, summary)
+    }
+
+    #[test]
+    fn updates_are_reported_in_one_line() {
+        let head = "round 2 update of \"site-1\": 1000 elements, 4.00 kB";
+        let bad = "2 not finite, first \"a \\\"b\\\"\\n\" at 7";
+        let reject = UpdatePolicy::default();
+        let text = |policy, nonfinite, norm| update_text(&report(policy, nonfinite, norm));
+        assert_eq!(text(reject, 0, None), format!("{head}; counted with weight 40"));
+        assert_eq!(text(reject, 2, None), format!("{head}, {bad}; left out: not finite"));
+        let zero = UpdatePolicy { on_nonfinite: OnNonfinite::Zero, clip_norm: Some(1.0) };
+        assert_eq!(
+            text(zero, 2, Some(4.0)),
+            format!(
+                "{head}, norm 4.0000e0, {bad}; zeroed, clipped by 2.5000e-1, counted with weight 10"
+            )
+        );
+        assert_eq!(
+            text(zero, 0, Some(f64::INFINITY)),
+            format!("{head}, norm inf; left out: too large to be clipped")
+        );
+    }
+
+    #[test]
+    fn updates_are_reported_as_json() {
+        let zero = UpdatePolicy { on_nonfinite: OnNonfinite::Zero, clip_norm: Some(1.0) };
+        let clipped = json!({
+            "round": 2, "client": "site-1", "bytes": 4000, "elements": 1000, "nonfinite": 2,
+            "first_nonfinite": { "tensor": "a \"b\"\n", "index": 7 }, "norm": 4.0,
+            "counted": true, "clip_factor": 0.25, "zeroed": 2, "weight": 10.0,
+        });
+        assert_eq!(update_fields(&report(zero, 2, Some(4.0))), clipped);
+        let rejected = json!({
+            "round": 2, "client": "site-1", "bytes": 4000, "elements": 1000, "nonfinite": 0,
+            "norm": null, "counted": false, "rejected": "too_large", "weight": 0.0,
+        });
+        assert_eq!(update_fields(&report(zero, 0, Some(f64::INFINITY))), rejected);
+        let counted = json!({
+            "round": 2, "client": "site-1", "bytes": 4000, "elements": 1000, "nonfinite": 0,
+            "counted": true, "clip_factor": 1.0, "zeroed": 0, "weight": 40.0,
+        });
+        assert_eq!(update_fields(&report(UpdatePolicy::default(), 0, None)), counted);
+    }
 }

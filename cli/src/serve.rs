@@ -16,7 +16,7 @@ use serde_json::json;
 use crate::args::{Averager, Paths};
 use crate::check::Expected;
 use crate::door::{ServerCertificates, SharedSecret};
-use crate::output::{Output, error_text, phase_fields, phase_text};
+use crate::output::{Output, error_text, phase_fields, phase_text, update_fields, update_text};
 use crate::progress::{Bar, Progress};
 
 /// Wait for clients, average their models while they arrive, and send the mean back
@@ -130,6 +130,7 @@ impl Serve {
         for _ in 0..self.rounds {
             self.run_round(session, output)?;
             reported = self.report(session, output, reported);
+            report_updates(session, output);
         }
         if let (Some(expected), Some(model)) = (&self.expect, session.model()) {
             let checked = expected.check(session.manifest(), model.bytes())?;
@@ -210,6 +211,13 @@ fn report_members(session: &Session, output: Output) {
     };
     let fields = json!({ "round": round, "clients": counted, "left_out": left_out });
     output.event("averaged", fields, &text);
+}
+
+/// Prints what was found in the updates of the newest round.
+fn report_updates(session: &Session, output: Output) {
+    for report in session.updates() {
+        output.event("update", update_fields(report), &update_text(report));
+    }
 }
 
 /// Finds out before anything is moved whether `path` can be written.

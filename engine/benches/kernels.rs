@@ -5,7 +5,10 @@ use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use fedlane::limits::CHUNK_BYTES;
-use fedlane::reducer::{Level, Weights, accumulate_at, accumulator, finish_at};
+use fedlane::reducer::{
+    Level, Norm, Weights, accumulate_at, accumulator, clean_at, finish_at, inspect_at,
+};
+use fedlane::wire::checksum::chunk_sum;
 use safetensors::Dtype;
 
 const DTYPES: [Dtype; 8] = [
@@ -32,6 +35,10 @@ fn kernels(criterion: &mut Criterion) {
     let weights = Weights::new(&[3.0, 5.0]).unwrap();
     let weight = weights.get(0).unwrap();
     let payload = payload();
+    let mut checksum = criterion.benchmark_group("checksum");
+    checksum.throughput(Throughput::Bytes(CHUNK_BYTES));
+    checksum.bench_function("chunk_sum", |bencher| bencher.iter(|| chunk_sum(black_box(&payload))));
+    checksum.finish();
     for dtype in DTYPES {
         let elements = payload.len() / (dtype.bitsize() / 8);
         let sum_bytes = accumulator("", dtype).unwrap().bytes() as usize;
@@ -49,6 +56,23 @@ fn kernels(criterion: &mut Criterion) {
                     });
                 });
             }
+            let model = payload.clone();
+            let norms = [
+                ("finite", Norm::Skip),
+                ("norm", Norm::OfUpdate),
+                ("norm of change", Norm::OfChange(&model)),
+            ];
+            for (name, norm) in norms {
+                let id = BenchmarkId::new(name, format!("{level:?}"));
+                group.bench_function(id, |bencher| {
+                    bencher.iter(|| inspect_at(level, dtype, black_box(&payload), norm));
+                });
+            }
+            let id = BenchmarkId::new("clean", format!("{level:?}"));
+            group.bench_function(id, |bencher| {
+                let mut payload = payload.clone();
+                bencher.iter(|| clean_at(level, dtype, black_box(&mut payload)));
+            });
             accumulate_at(level, dtype, true, weight, &payload, bytes(&mut sums)).unwrap();
             let id = BenchmarkId::new("finish", format!("{level:?}"));
             group.bench_function(id, |bencher| {

@@ -29,6 +29,7 @@ use crate::sink::mean::{TileMemory, Wave};
 use crate::sums::SumTable;
 use crate::sys::process;
 use crate::tls::ServerTls;
+use crate::verdict::{Findings, UpdatePolicy, UpdateReport};
 use crate::wire::hello::{Place, Secret, SessionId, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
@@ -90,6 +91,8 @@ pub struct AggregatorConfig {
     pub tls: Option<ServerTls>,
     /// Whether everyone may join also from other hosts.
     pub insecure: bool,
+    /// What is done with bad updates.
+    pub updates: UpdatePolicy,
 }
 
 impl Default for AggregatorConfig {
@@ -111,6 +114,7 @@ impl Default for AggregatorConfig {
             secret: Secret::OPEN,
             tls: None,
             insecure: false,
+            updates: UpdatePolicy::default(),
         }
     }
 }
@@ -217,6 +221,7 @@ impl Aggregator {
         config: AggregatorConfig,
     ) -> Result<Aggregator, AggregatorError> {
         check(&config)?;
+        let config = config.settled();
         allow_connections(&config)?;
         let listen = |source| AggregatorError::Listen { address: address.to_string(), source };
         let listener = control::listen(&address, &config.congestion).map_err(listen)?;
@@ -292,6 +297,19 @@ impl Canceller {
     }
 }
 
+impl AggregatorConfig {
+    /// A norm is known when an update is whole, so updates that may be clipped are averaged after that.
+    fn settled(mut self) -> AggregatorConfig {
+        if self.updates.clip_norm.is_some() && self.averaging == Averaging::Streaming {
+            tracing::info!(
+                "updates are received whole before they are averaged: their norms are needed"
+            );
+            self.averaging = Averaging::Staged;
+        }
+        self
+    }
+}
+
 fn check(config: &AggregatorConfig) -> Result<(), AggregatorError> {
     let within = |what, value: u64, least: u64, most: u64| {
         if (least..=most).contains(&value) {
@@ -307,6 +325,10 @@ fn check(config: &AggregatorConfig) -> Result<(), AggregatorError> {
     within("rounds", config.rounds.into(), 1, limits::MAX_ROUNDS.into())?;
     within("streams", config.streams as u64, 1, limits::MAX_STREAMS as u64)?;
     within("chunk bytes", config.chunk_bytes, limits::MIN_CHUNK_BYTES, limits::MAX_CHUNK_BYTES)?;
+    let possible = |norm: &f64| norm.is_finite() && *norm > 0.0;
+    if let Some(clip_norm) = config.updates.clip_norm.filter(|norm| !possible(norm)) {
+        return Err(AggregatorError::ClipNorm { clip_norm });
+    }
     let deadline_ms = config.deadline.as_millis().min(u64::MAX.into()) as u64;
     within("deadline in ms", deadline_ms, limits::MIN_DEADLINE_MS, limits::MAX_DEADLINE_MS)
 }
@@ -343,6 +365,8 @@ fn allow_connections(config: &AggregatorConfig) -> Result<(), AggregatorError> {
 #[derive(Default)]
 struct PeerShared {
     sums: OnceLock<SumTable>,
+    /// What was found in its update.
+    findings: OnceLock<Findings>,
     round: AtomicU32,
     began: AtomicBool,
     /// Bytes of the update that came, and of the model that went, in this round.
@@ -367,6 +391,8 @@ pub struct Session {
     /// The round whose model was sent last.
     sent: Option<u32>,
     phases: Vec<Phase>,
+    /// What was found in the updates of the newest round.
+    updates: Vec<UpdateReport>,
     // Dropped last: they end threads.
     _heartbeat: Heartbeat,
     _admission: Admission,
@@ -544,6 +570,12 @@ impl Session {
     /// What was measured so far.
     pub fn phases(&self) -> &[Phase] {
         &self.phases
+    }
+
+    /// What was found in the updates of the newest round, and what was done with each; in client
+    /// order.
+    pub fn updates(&self) -> &[UpdateReport] {
+        &self.updates
     }
 
     /// How far each client is; can be read from another thread.

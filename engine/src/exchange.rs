@@ -29,6 +29,7 @@ use crate::region::{Region, RegionPool};
 use crate::sink::mean::Wave;
 use crate::source::region::RegionSource;
 use crate::sys::process;
+use crate::verdict::{OnNonfinite, UpdatePolicy};
 use crate::wire::hello::Secret;
 
 pub use client::{Deposit, LineConfig, call, fetch};
@@ -367,6 +368,8 @@ fn session_config(config: &ExchangeConfig, averaging: Averaging) -> AggregatorCo
         congestion: config.congestion.clone(),
         // A transfer that breaks is begun anew.
         reconnect: Duration::ZERO,
+        // What is bad is for the strategy to say.
+        updates: UpdatePolicy { on_nonfinite: OnNonfinite::Keep, clip_norm: None },
         ..AggregatorConfig::default()
     }
 }

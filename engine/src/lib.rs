@@ -34,4 +34,5 @@ pub mod sums;
 mod sync;
 pub mod sys;
 pub mod tls;
+pub mod verdict;
 pub mod wire;

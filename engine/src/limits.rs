@@ -42,6 +42,10 @@ pub const MAX_SCALE_EXPONENT: i32 = 64;
 /// weight is a normal f32, so it keeps all its bits.
 pub const MIN_WEIGHT_SHARE: f64 = 1.0 / (1u128 << 64) as f64;
 
+/// Smallest factor that an update is clipped with, 2^-48: a larger update is left out instead. From
+/// here up, its weight is a normal f32 also with the smallest [`MIN_WEIGHT_SHARE`].
+pub const MIN_CLIP_FACTOR: f64 = 1.0 / (1u64 << 48) as f64;
+
 /// Alignment in bytes of each run's start in the accumulator: one cache line, one AVX-512 register.
 pub const ACCUMULATOR_ALIGN_BYTES: u64 = 64;
 

@@ -24,6 +24,8 @@
 //! products underflow, (K + 1) 2^-148, or (K + 1) 2^-1072, is added. The bound is the usual one for recursive
 //! summation (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.2).
 
+pub mod clip;
+pub mod inspect;
 mod kernels;
 
 use std::ops::Range;
@@ -36,6 +38,8 @@ use crate::limits::{ACCUMULATOR_ALIGN_BYTES, MIN_WEIGHT_SHARE};
 use crate::manifest::Manifest;
 use kernels::{Add, Bf16, Bool, Element, F16, Finish, First, Last, Only, Scale, ScaleAdd};
 
+pub use clip::{ClipBase, clip_factor};
+pub use inspect::{Found, Norm, clean, clean_at, inspect, inspect_at};
 pub use kernels::{Level, store_past_cache};
 
 /// The type in which elements are summed.
@@ -73,11 +77,15 @@ pub fn accumulator(tensor: &str, dtype: Dtype) -> Result<AccumulatorType, Reduce
     AccumulatorType::of(dtype).ok_or_else(refused)
 }
 
-/// One client's weight, scaled for both accumulator types.
+/// One client's weight, scaled for every type of element.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Weight {
+    /// For floats that are summed in f32.
     f32: f32,
+    /// For floats that are summed in f64.
     f64: f64,
+    /// For integers and BOOL, which are never clipped.
+    whole: f64,
 }
 
 /// The weights of one round's clients, scaled.
@@ -96,9 +104,33 @@ pub struct Weights {
 }
 
 impl Weight {
-    /// Whether the client counts.
+    /// Whether the client counts in means of floats.
     pub fn is_positive(self) -> bool {
         self.f64 > 0.0
+    }
+
+    /// Of a client that is not clipped.
+    fn plain(weight: f64) -> Weight {
+        Weight { f32: weight as f32, f64: weight, whole: weight }
+    }
+
+    /// The sum of weights as used, in their order, rounded to the accumulator's type.
+    fn sum(weights: &[Weight]) -> Weight {
+        Weight {
+            f32: weights.iter().map(|w| f64::from(w.f32)).sum::<f64>() as f32,
+            f64: weights.iter().map(|w| w.f64).sum(),
+            whole: weights.iter().map(|w| w.whole).sum(),
+        }
+    }
+
+    /// For elements of one dtype.
+    fn of<E: Element<Sum: Sum>>(self) -> E::Sum {
+        E::Sum::pick(self, E::IS_FLOAT)
+    }
+
+    /// Whether the client counts in means of one dtype.
+    fn counts<E: Element<Sum: Sum>>(self) -> bool {
+        self.of::<E>().into() > 0.0
     }
 }
 
@@ -115,9 +147,9 @@ impl Weights {
         let shift = if positive == 1 { None } else { Some(-exponent(sum) - 2) };
         let scaled =
             |&w: &f64| shift.map_or((w > 0.0).into(), |shift| times_power_of_two(w, shift));
-        let clients: Vec<Weight> =
-            weights.iter().map(scaled).map(|w| Weight { f32: w as f32, f64: w }).collect();
-        Ok(Weights { denominator: Self::denominator(&clients), clients })
+        let clients: Vec<Weight> = weights.iter().map(scaled).map(Weight::plain).collect();
+        let denominator = Weight::sum(&clients);
+        Ok(Weights { clients, denominator })
     }
 
     /// The scaled weight of a client, by its index in the slice given to [`Weights::new`].
@@ -134,7 +166,7 @@ impl Weights {
     pub fn lose(&mut self, client: usize) -> Result<bool, ReducerError> {
         let mut left = self.clients.clone();
         match left.get_mut(client) {
-            Some(weight) if weight.is_positive() => *weight = Weight { f32: 0.0, f64: 0.0 },
+            Some(weight) if weight.is_positive() => *weight = Weight::plain(0.0),
             _ => return Ok(false),
         }
         match left.iter().filter(|weight| weight.is_positive()).count() {
@@ -145,16 +177,9 @@ impl Weights {
                 Ok(true)
             }
             _ => {
-                *self = Weights { denominator: Self::denominator(&left), clients: left };
+                *self = Weights { denominator: Weight::sum(&left), clients: left };
                 Ok(false)
             }
-        }
-    }
-
-    fn denominator(clients: &[Weight]) -> Weight {
-        Weight {
-            f32: clients.iter().map(|w| f64::from(w.f32)).sum::<f64>() as f32,
-            f64: clients.iter().map(|w| w.f64).sum(),
         }
     }
 
@@ -192,7 +217,11 @@ impl RunningWeights {
             None => None,
             Some(client) => {
                 let (old, new) = (self.weights()?.clients[client], scaled.clients[client]);
-                Some(Weight { f32: new.f32 / old.f32, f64: new.f64 / old.f64 })
+                Some(Weight {
+                    f32: new.f32 / old.f32,
+                    f64: new.f64 / old.f64,
+                    whole: new.whole / old.whole,
+                })
             }
         };
         let clients = scaled.clients[self.all.len()..].to_vec();
@@ -321,9 +350,11 @@ pub fn settle(dtype: Dtype, held: Weight, acc: &mut [u8]) -> Result<(), ReducerE
 pub fn rescale(dtype: Dtype, factor: Weight, acc: &mut [u8]) -> Result<(), ReducerError> {
     match AccumulatorType::of(dtype) {
         Some(AccumulatorType::F32) if factor.f32 == 1.0 => Ok(()),
-        Some(AccumulatorType::F64) if factor.f64 == 1.0 => Ok(()),
         Some(AccumulatorType::F32) => settle(Dtype::F32, factor, acc),
-        Some(AccumulatorType::F64) => settle(Dtype::F64, factor, acc),
+        Some(AccumulatorType::F64) => {
+            let f64 = if dtype == Dtype::F64 { factor.f64 } else { factor.whole };
+            if f64 == 1.0 { Ok(()) } else { settle(Dtype::F64, Weight { f64, ..factor }, acc) }
+        }
         None => Err(ReducerError::NotAveraged { tensor: "of this chunk".to_owned(), dtype }),
     }
 }
@@ -416,32 +447,27 @@ pub fn complete_at(
     acc: &mut [u8],
     out: &mut [u8],
 ) -> Result<(), ReducerError> {
-    if weight.f64 > 0.0 {
-        dispatch!(dtype, write_last(level, dtype, first, weight, weights, payload, acc, out))
-    } else {
-        accumulate_at(level, dtype, first, weight, payload, acc)?;
-        finish_at(level, dtype, weights, acc, out)
-    }
+    dispatch!(dtype, write_last(level, dtype, first, weight, weights, payload, acc, out))
 }
 
 /// The accumulator types, as numbers.
-trait Sum: Copy + FromBytes + IntoBytes + Immutable {
+trait Sum: Copy + Into<f64> + FromBytes + IntoBytes + Immutable {
     const NOTHING: Self;
-    fn pick(weight: Weight) -> Self;
+    fn pick(weight: Weight, is_float: bool) -> Self;
 }
 
 impl Sum for f32 {
     /// Negative zero, because adding it to anything, negative zero included, changes nothing.
     const NOTHING: f32 = -0.0;
-    fn pick(weight: Weight) -> f32 {
+    fn pick(weight: Weight, _is_float: bool) -> f32 {
         weight.f32
     }
 }
 
 impl Sum for f64 {
     const NOTHING: f64 = -0.0;
-    fn pick(weight: Weight) -> f64 {
-        weight.f64
+    fn pick(weight: Weight, is_float: bool) -> f64 {
+        if is_float { weight.f64 } else { weight.whole }
     }
 }
 
@@ -453,12 +479,11 @@ fn fold<E: Element<Sum: Sum, Bytes: FromBytes + Immutable>>(
     payload: &[u8],
     acc: &mut [u8],
 ) -> Result<(), ReducerError> {
-    let counts = weight.f64 > 0.0;
-    let payload = <[E::Bytes]>::ref_from_bytes(payload)
-        .map_err(|_| ReducerError::PartialElement { dtype, bytes: payload.len() })?;
+    let payload = whole_elements::<E>(dtype, payload)?;
     check_accumulator::<E>(dtype, payload.len(), acc)?;
     let sums = <[E::Sum]>::mut_from_bytes(acc).map_err(|_| ReducerError::Misaligned { dtype })?;
-    let weight = E::Sum::pick(weight);
+    let counts = weight.counts::<E>();
+    let weight = weight.of::<E>();
     match (first, counts) {
         (true, true) => level.run(First::<E> { weight, payload, sums }),
         (false, true) => level.run(Add::<E> { weight, payload, sums }),
@@ -476,18 +501,17 @@ fn fold_held<E: Element<Sum: Sum, Bytes: FromBytes + Immutable>>(
     second: Option<(Weight, &[u8])>,
     acc: &mut [u8],
 ) -> Result<(), ReducerError> {
-    let scale = E::Sum::pick(held);
+    let scale = held.of::<E>();
     let Some((weight, payload)) = second else {
         let sums =
             <[E::Sum]>::mut_from_bytes(acc).map_err(|_| ReducerError::Misaligned { dtype })?;
         level.run(Scale::<E> { scale, sums });
         return Ok(());
     };
-    let payload = <[E::Bytes]>::ref_from_bytes(payload)
-        .map_err(|_| ReducerError::PartialElement { dtype, bytes: payload.len() })?;
+    let payload = whole_elements::<E>(dtype, payload)?;
     check_accumulator::<E>(dtype, payload.len(), acc)?;
     let sums = <[E::Sum]>::mut_from_bytes(acc).map_err(|_| ReducerError::Misaligned { dtype })?;
-    level.run(ScaleAdd::<E> { scale, weight: E::Sum::pick(weight), payload, sums });
+    level.run(ScaleAdd::<E> { scale, weight: weight.of::<E>(), payload, sums });
     Ok(())
 }
 
@@ -503,7 +527,7 @@ fn write_mean<E: Element<Sum: Sum, Bytes: FromBytes + IntoBytes + Immutable>>(
         .map_err(|_| ReducerError::PartialElement { dtype, bytes })?;
     check_accumulator::<E>(dtype, out.len(), acc)?;
     let sums = <[E::Sum]>::ref_from_bytes(acc).map_err(|_| ReducerError::Misaligned { dtype })?;
-    let denominator = E::Sum::pick(weights.denominator);
+    let denominator = weights.denominator.of::<E>();
     level.run(Finish::<E> { denominator, sums, out });
     Ok(())
 }
@@ -516,22 +540,34 @@ fn write_last<E: Element<Sum: Sum, Bytes: FromBytes + IntoBytes + Immutable>>(
     weight: Weight,
     weights: &Weights,
     payload: &[u8],
-    acc: &[u8],
+    acc: &mut [u8],
     out: &mut [u8],
 ) -> Result<(), ReducerError> {
-    let partial = |bytes| ReducerError::PartialElement { dtype, bytes };
-    let (payload_bytes, out_bytes) = (payload.len(), out.len());
-    let payload = <[E::Bytes]>::ref_from_bytes(payload).map_err(|_| partial(payload_bytes))?;
-    let out = <[E::Bytes]>::mut_from_bytes(out).map_err(|_| partial(out_bytes))?;
+    if !weight.counts::<E>() {
+        fold::<E>(level, dtype, first, weight, payload, acc)?;
+        return write_mean::<E>(level, dtype, weights, acc, out);
+    }
+    let out_bytes = out.len();
+    let payload = whole_elements::<E>(dtype, payload)?;
+    let out = <[E::Bytes]>::mut_from_bytes(out)
+        .map_err(|_| ReducerError::PartialElement { dtype, bytes: out_bytes })?;
     check_accumulator::<E>(dtype, payload.len(), acc)?;
     check_accumulator::<E>(dtype, out.len(), acc)?;
     let sums = <[E::Sum]>::ref_from_bytes(acc).map_err(|_| ReducerError::Misaligned { dtype })?;
-    let (weight, denominator) = (E::Sum::pick(weight), E::Sum::pick(weights.denominator));
+    let (weight, denominator) = (weight.of::<E>(), weights.denominator.of::<E>());
     match first {
         true => level.run(Only::<E> { weight, payload, denominator, out }),
         false => level.run(Last::<E> { weight, payload, sums, denominator, out }),
     }
     Ok(())
+}
+
+fn whole_elements<E: Element<Bytes: FromBytes + Immutable>>(
+    dtype: Dtype,
+    payload: &[u8],
+) -> Result<&[E::Bytes], ReducerError> {
+    <[E::Bytes]>::ref_from_bytes(payload)
+        .map_err(|_| ReducerError::PartialElement { dtype, bytes: payload.len() })
 }
 
 fn check_accumulator<E: Element>(

@@ -26,6 +26,7 @@ use crate::reducer::{AccumulatorLayout, Weights};
 use crate::signal::Signal;
 use crate::sink::mean::TileMemory;
 use crate::sums::SumTable;
+use crate::verdict::Findings;
 use crate::wire::hello::Ticket;
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
@@ -334,6 +335,7 @@ impl Gathering {
                 order: config.order,
                 min_clients,
                 round_deadline: config.round_deadline,
+                updates: config.updates,
             },
             config,
             lanes,
@@ -346,6 +348,7 @@ impl Gathering {
             round: 0,
             sent: None,
             phases: vec![warmed],
+            updates: Vec::new(),
             _heartbeat: heartbeat,
             _admission: admission,
         })
@@ -388,6 +391,7 @@ impl Gathering {
             let Candidate { name, address, examples, shared, mut connection, .. } = candidate;
             // Nothing else sets it.
             let _ = shared.sums.set(SumTable::new(&lanes.ranges, &lanes.signals));
+            let _ = shared.findings.set(Findings::new(lanes.chunks.len()));
             connection.streams.resize_with(lanes.ranges.len(), || None);
             passes.insert(index as u32, members.pass(candidate.key, connection.id));
             let plan = members.plan(index, connection.ticket, candidate.wants_header);

@@ -574,6 +574,9 @@ impl PeerShared {
         if let Some(sums) = self.sums.get() {
             sums.clear();
         }
+        if let Some(findings) = self.findings.get() {
+            findings.clear();
+        }
         self.began.store(ready, Ordering::SeqCst);
         self.came.store(0, Ordering::Relaxed);
         self.round.store(round, Ordering::SeqCst);

@@ -7,15 +7,17 @@ use std::time::{Duration, Instant};
 
 use super::members::{Members, Notice, unexpected};
 use super::{Averaging, Event, Lanes, Model, PeerShared, Session, Sizes};
-use crate::error::{AggregatorError, Fault, LaneError, ProtocolError, SinkError};
-use crate::lane::receive::{Incoming, ReceiveOrder, ReceiveReport, Receiving, Shared, receive};
+use crate::error::{AggregatorError, Fault, LaneError, ProtocolError, SinkError, TransferError};
+use crate::lane::receive::{
+    Incoming, Inspection, ReceiveOrder, ReceiveReport, Receiving, Shared, receive,
+};
 use crate::lane::send::{Outgoing, SendOrder, Sending, send};
 use crate::lane::{Inbox, start_lane};
 use crate::limits;
-use crate::manifest::Manifest;
+use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::{Meter, Phase};
 use crate::paths::SendKind;
-use crate::reducer::{AccumulatorLayout, Weights};
+use crate::reducer::{AccumulatorLayout, ClipBase, Weights, clean};
 use crate::region::Region;
 use crate::sink::Sink;
 use crate::sink::discard::DiscardSink;
@@ -23,6 +25,7 @@ use crate::sink::mean::{MeanSink, MeanSlices, Wave};
 use crate::sink::region::{Part, RegionSink};
 use crate::source::Source;
 use crate::source::region::RegionSource;
+use crate::verdict::{Rejection, UpdatePolicy, Verdict};
 use crate::wire::checksum::model_digest;
 use crate::wire::message::{AggregatorMessage, ChunkRange, ClientMessage};
 
@@ -158,12 +161,17 @@ impl Session {
     fn run_round(&mut self) -> Result<Vec<Region>, AggregatorError> {
         self.round += 1;
         let round = self.round;
-        // A client has confirmed the last model before it uploads, so its memory is free.
-        let last = self.model.take();
-        if let Some(region) = last.and_then(|model| Arc::into_inner(model.region)) {
-            self.pool.give_back(region);
+        let last = self.model.take().map(|model| model.region);
+        // What changes are measured against stays until they are averaged.
+        let base = last.clone().filter(|_| self.upload.updates.clip_norm.is_some());
+        if base.is_none() {
+            // A client has confirmed the last model before it uploads, so its memory is free.
+            last.and_then(Arc::into_inner).into_iter().for_each(|r| self.pool.give_back(r));
+        } else {
+            drop(last);
         }
-        let received = self.receive_updates();
+        let received = self.receive_updates(base.as_ref().map(|region| region.bytes()));
+        base.and_then(Arc::into_inner).into_iter().for_each(|region| self.pool.give_back(region));
         let (model, staged) = self.end_on_error(received)?;
         self.model = model;
         for (peer, &counted) in self.counted.iter().enumerate() {
@@ -172,7 +180,10 @@ impl Session {
         Ok(staged)
     }
 
-    fn receive_updates(&mut self) -> Result<(Option<Model>, Vec<Region>), AggregatorError> {
+    fn receive_updates(
+        &mut self,
+        base: Option<&[u8]>,
+    ) -> Result<(Option<Model>, Vec<Region>), AggregatorError> {
         let round = self.round;
         let clock = UploadClock::start(round);
         let mut regions = self.take_regions()?;
@@ -186,12 +197,13 @@ impl Session {
         let peers = self.members.peers.iter();
         let lost: Vec<bool> = peers.map(|peer| peer.is_gone() || lacks(peer)).collect();
         let averaging = self.config.averaging;
+        let seen = Base::Model(base);
         self.counted = match averaging {
             Averaging::Streaming => {
                 let weights = self.weights(&lost)?;
                 let sinks =
                     self.lanes.mean_sinks(&weights, &lost, &mut regions, &mut sums, None)?;
-                self.upload.run(&self.lanes, &mut self.members, sinks, lost, &clock)?
+                self.upload.run(&self.lanes, &mut self.members, sinks, lost, seen, &clock)?
             }
             Averaging::Wave => {
                 let (weights, wave, accumulator) =
@@ -199,20 +211,38 @@ impl Session {
                 regions.accumulator = Some(accumulator);
                 let sinks =
                     self.lanes.mean_sinks(&weights, &lost, &mut regions, &mut sums, Some(wave))?;
-                let counted =
-                    self.upload.run(&self.lanes, &mut self.members, sinks, lost, &clock)?;
+                let counted = self.upload.run(
+                    &self.lanes,
+                    &mut self.members,
+                    sinks,
+                    lost,
+                    Base::Unseen,
+                    &clock,
+                )?;
                 regions.staged = regions.accumulator.take().into_iter().collect();
                 counted
             }
             Averaging::Staged | Averaging::Keep => {
                 let sinks = self.lanes.region_sinks(&mut regions.staged);
-                self.upload.run(&self.lanes, &mut self.members, sinks, lost, &clock)?
+                let seen = if averaging == Averaging::Staged { seen } else { Base::Unseen };
+                self.upload.run(&self.lanes, &mut self.members, sinks, lost, seen, &clock)?
             }
             Averaging::Checksum | Averaging::Discard => {
                 let checks = averaging == Averaging::Checksum;
                 let sinks = self.lanes.ranges.iter().map(|_| DiscardSink { checks }).collect();
-                self.upload.run(&self.lanes, &mut self.members, sinks, lost, &clock)?
+                self.upload.run(
+                    &self.lanes,
+                    &mut self.members,
+                    sinks,
+                    lost,
+                    Base::Unseen,
+                    &clock,
+                )?
             }
+        };
+        let factors = match averaging {
+            Averaging::Streaming | Averaging::Staged => self.judge()?,
+            _ => Vec::new(),
         };
         let updates = self.counted.iter().filter(|&&counted| counted).count() as u64;
         let bytes = self.manifest().data_bytes() * updates;
@@ -220,7 +250,7 @@ impl Session {
         self.phases.extend([wait, upload.received_by(self.config.receive_path)]);
         if averaging == Averaging::Staged {
             let meter = Meter::start("average", round);
-            self.average(&mut regions, &mut sums)?;
+            self.average(&mut regions, &mut sums, &factors, base)?;
             self.phases.push(meter.stop(bytes));
         }
         let Regions { mut accumulator, model, staged } = regions;
@@ -229,29 +259,103 @@ impl Session {
         Ok((region.map(|region| Model { region: Arc::new(region), sums }), staged))
     }
 
+    /// Says what is done with each update that has come, and leaves out those that are rejected. Gives
+    /// the factors that they are clipped with.
+    fn judge(&mut self) -> Result<Vec<f64>, AggregatorError> {
+        self.updates.clear();
+        let mut factors = vec![1.0; self.counted.len()];
+        for (index, factor) in factors.iter_mut().enumerate() {
+            let peer = &self.members.peers[index];
+            let Some(findings) = peer.shared.findings.get().filter(|_| self.counted[index]) else {
+                continue;
+            };
+            let summary = findings.summary(self.manifest(), &self.lanes.chunks)?;
+            let name = peer.name.clone();
+            let report = self.upload.updates.report(name, self.round, peer.examples, summary);
+            let fault = match (&report.verdict, &report.summary.first_nonfinite) {
+                (Verdict::Counted { clip_factor, .. }, _) => {
+                    *factor = *clip_factor;
+                    None
+                }
+                (Verdict::Rejected(Rejection::Nonfinite), Some(place)) => {
+                    Some(Fault::Nonfinite { tensor: place.tensor.clone(), index: place.index })
+                }
+                (Verdict::Rejected(_), _) => {
+                    Some(Fault::TooLarge { norm: report.summary.norm.unwrap_or(f64::INFINITY) })
+                }
+            };
+            self.updates.push(report);
+            if let Some(fault) = fault {
+                self.counted[index] = false;
+                let left = self.counted.iter().filter(|&&counted| counted).count();
+                let label = self.members.peers[index].label();
+                if left < self.upload.min_clients {
+                    return Err(AggregatorError::Client { client: label, error: fault });
+                }
+                tracing::warn!("{label}: {fault}; the round goes on with {left} clients");
+            }
+        }
+        Ok(factors)
+    }
+
     /// Everybody's weight, but for those who are lost.
     fn weights(&self, lost: &[bool]) -> Result<Weights, AggregatorError> {
+        Ok(Weights::new(&self.examples(lost))?)
+    }
+
+    fn examples(&self, lost: &[bool]) -> Vec<f64> {
         let peers = self.members.peers.iter().zip(lost);
         let weight = |(peer, lost): (&super::members::Peer, &bool)| match lost {
             true => 0.0,
             false => peer.examples,
         };
-        Ok(Weights::new(&peers.map(weight).collect::<Vec<_>>())?)
+        peers.map(weight).collect()
     }
 
-    /// Averages what was staged, one update after the other, as is usual.
-    fn average(&mut self, regions: &mut Regions, sums: &mut [u64]) -> Result<(), AggregatorError> {
-        let staged = std::mem::take(&mut regions.staged);
-        let lost: Vec<bool> = self.counted.iter().map(|counted| !counted).collect();
-        let weights = self.weights(&lost)?;
+    /// Makes zero what is not finite in updates that were received whole.
+    fn clean(&self, staged: &mut [Region]) -> Result<(), AggregatorError> {
+        let zeroed = self
+            .updates
+            .iter()
+            .filter(|report| matches!(report.verdict, Verdict::Counted { zeroed: true, .. }));
+        for report in zeroed {
+            let of = |peer: &super::members::Peer| peer.name == report.client;
+            let Some(index) = self.members.peers.iter().position(of) else { continue };
+            for chunk in (0..self.lanes.chunks.len()).map(|index| self.lanes.chunks.get(index)) {
+                let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
+                clean(chunk.dtype, &mut staged[index].bytes_mut().0[place])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Averages what was staged, one update after the other, as is usual. `base` is the model that
+    /// clipped updates are changes of.
+    fn average(
+        &mut self,
+        regions: &mut Regions,
+        sums: &mut [u64],
+        factors: &[f64],
+        base: Option<&[u8]>,
+    ) -> Result<(), AggregatorError> {
+        let mut staged = std::mem::take(&mut regions.staged);
+        self.clean(&mut staged)?;
+        let mut lost: Vec<bool> = self.counted.iter().map(|counted| !counted).collect();
+        let clip_base = if base.is_some() { ClipBase::Model } else { ClipBase::Zero };
+        let weights = Weights::clipped(&self.examples(&lost), factors, clip_base)?;
+        let peers = lost.len();
+        // The model is one more client where something is clipped.
+        let model = base.filter(|_| weights.clients() > peers);
+        lost.extend(model.map(|_| false));
         let Lanes { chunks, ranges, .. } = &self.lanes;
         let sinks = self.lanes.mean_sinks(&weights, &lost, regions, sums, None)?;
         let work = |mut sink: MeanSink<'_>, range: std::ops::Range<usize>| {
-            let counted = staged.iter().enumerate().filter(|(peer, _)| !lost[*peer]);
-            for (peer, region) in counted {
+            let updates = staged.iter().map(|region| region.bytes()).chain(model);
+            let counted = updates.enumerate().filter(|(peer, _)| !lost[*peer]);
+            for (peer, update) in counted {
                 for chunk in range.clone().map(|index| chunks.get(index)) {
                     let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
-                    let accepted = sink.add(peer, &chunk, &region.bytes()[place]);
+                    let accepted = sink.add(peer, &chunk, &update[place]);
                     accepted.map_err(|error| LaneError::peer(peer, error))?;
                 }
             }
@@ -412,6 +516,15 @@ impl UploadClock {
     }
 }
 
+/// What updates are looked at for.
+#[derive(Clone, Copy)]
+enum Base<'a> {
+    /// Nothing.
+    Unseen,
+    /// What is bad in them. With the model that they were trained from, if there is one.
+    Model(Option<&'a [u8]>),
+}
+
 /// How updates are received.
 pub(super) struct Upload {
     pub receive_path: crate::paths::ReceiveKind,
@@ -420,6 +533,8 @@ pub(super) struct Upload {
     pub min_clients: usize,
     /// How long a round waits for the last updates.
     pub round_deadline: Option<Duration>,
+    /// What is done with bad updates.
+    pub updates: UpdatePolicy,
 }
 
 impl Upload {
@@ -431,6 +546,7 @@ impl Upload {
         members: &mut Members,
         sinks: Vec<S>,
         lost: Vec<bool>,
+        base: Base<'_>,
         clock: &UploadClock,
     ) -> Result<Vec<bool>, AggregatorError> {
         let shared: Vec<Arc<PeerShared>> =
@@ -445,10 +561,12 @@ impl Upload {
                 let shared = &shared;
                 let (inbox, buffers) = (&inboxes[lane], &lanes.buffers[lane]);
                 let (lost, kind, order) = (lost.clone(), self.receive_path, self.order);
+                let updates = self.updates;
                 let (sender, ended) = (members.sender.clone(), members.sender.clone());
                 let work = move || {
                     let streams = shared.iter().zip(&lost).map(|(shared, &lost)| {
-                        let stream = Incoming::new(kind, shared.lane(lane), stall, &range);
+                        let stream =
+                            Incoming::new(kind, shared.lane(lane, updates, base), stall, &range);
                         if lost { stream.lost() } else { stream }
                     });
                     let streams = streams.collect();
@@ -471,6 +589,7 @@ impl Upload {
                 upload: self,
                 members,
                 inboxes: &inboxes,
+                chunks: &lanes.chunks,
                 clock,
                 whole: vec![vec![false; shared.len()]; running],
                 losses: vec![lost.iter().filter(|&&lost| lost).count(); running],
@@ -487,6 +606,7 @@ struct Uploading<'a> {
     upload: &'a Upload,
     members: &'a mut Members,
     inboxes: &'a [Inbox<ReceiveOrder>],
+    chunks: &'a ChunkTable,
     clock: &'a UploadClock,
     /// Of each lane: whose chunks have all come.
     whole: Vec<Vec<bool>>,
@@ -617,7 +737,8 @@ impl Uploading<'_> {
                 Ok(())
             }
             ReceiveReport::Broken { peer, connection, error } => {
-                self.break_off(peer, connection, error.into())
+                let fault = self.name_fault(error);
+                self.break_off(peer, connection, fault)
             }
             ReceiveReport::Want { peer, connection, chunks } => {
                 self.whole[lane][peer] = false;
@@ -644,6 +765,18 @@ impl Uploading<'_> {
                 Ok(())
             }
         }
+    }
+
+    /// Lanes know chunks; people know tensors.
+    fn name_fault(&self, error: TransferError) -> Fault {
+        let TransferError::Nonfinite { chunk, index } = error else { return error.into() };
+        let chunk = self.chunks.get(chunk);
+        let element_bytes = chunk.dtype.bitsize() as u64 / 8;
+        let byte = chunk.bytes.start + index * element_bytes;
+        let tensor = self.members.terms.manifest.tensor_at(byte);
+        let name = tensor.map_or_else(String::new, |tensor| tensor.name.clone());
+        let start = tensor.map_or(byte, |tensor| tensor.range.start);
+        Fault::Nonfinite { tensor: name, index: (byte - start) / element_bytes }
     }
 
     fn ask(
@@ -1046,8 +1179,18 @@ impl Broadcasting<'_> {
 }
 
 impl PeerShared {
-    fn lane(&self, lane: usize) -> Shared<'_> {
+    fn lane<'s>(&'s self, lane: usize, updates: UpdatePolicy, base: Base<'s>) -> Shared<'s> {
         let sums = self.sums.get().expect("set before the session begins").lane(lane);
-        Shared { sums, began: &self.began, moved: &self.came }
+        let inspection = match base {
+            Base::Unseen => None,
+            Base::Model(model) => Some(model),
+        };
+        let inspection = inspection.zip(self.findings.get()).map(|(model, findings)| Inspection {
+            on_nonfinite: updates.on_nonfinite,
+            wants_norm: updates.clip_norm.is_some(),
+            model,
+            findings,
+        });
+        Shared { sums, began: &self.began, moved: &self.came, inspection }
     }
 }

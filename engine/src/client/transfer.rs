@@ -153,7 +153,12 @@ impl Client {
                 let (sender, ended) = (line.sender.clone(), line.sender.clone());
                 let work = move || {
                     let sums = shared.sums.lane(lane);
-                    let shared = Shared { sums, began: &shared.began, moved: &shared.came };
+                    let shared = Shared {
+                        sums,
+                        began: &shared.began,
+                        moved: &shared.came,
+                        inspection: None,
+                    };
                     let stream = Incoming::new(kind, shared, stall, &range);
                     // This client holds the other end while lanes run.
                     let report = |report| drop(sender.send(Event::Received { lane, report }));

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use safetensors::Dtype;
 
 use crate::limits;
-use crate::limits::MIN_WEIGHT_SHARE;
+use crate::limits::{MIN_CLIP_FACTOR, MIN_WEIGHT_SHARE};
 
 /// Why a description of a model was refused. Tensor names are quoted and escaped, because they
 /// come from a peer or a file.
@@ -384,6 +384,39 @@ pub enum ReducerError {
         dtype: Dtype,
         /// The chunk's length in bytes.
         bytes: usize,
+    },
+    /// A chunk and the model's chunk it is compared with differ in length.
+    #[error("a chunk of {bytes} bytes cannot be compared with {model_bytes} bytes of the model")]
+    OtherModel {
+        /// The chunk's length in bytes.
+        bytes: usize,
+        /// The length in bytes of the model's chunk.
+        model_bytes: usize,
+    },
+    /// A client's clip factor is no part of its update, or too small.
+    #[error(
+        "client {client}: clip factor {factor:e} must be from {MIN_CLIP_FACTOR:e} to 1; leave the \
+         update out"
+    )]
+    ClipFactor {
+        /// Index of the client.
+        client: usize,
+        /// The factor it was given.
+        factor: f64,
+    },
+    /// There are not as many clip factors as weights.
+    #[error("there are {weights} weights, but {factors} clip factors")]
+    ClipFactors {
+        /// Number of weights.
+        weights: usize,
+        /// Number of factors.
+        factors: usize,
+    },
+    /// A chunk was not inspected. A fault of this program.
+    #[error("chunk {chunk} of an update was not inspected; please report this")]
+    NotInspected {
+        /// Its number in the model.
+        chunk: usize,
     },
     /// Chunk and accumulator hold different numbers of elements.
     #[error(

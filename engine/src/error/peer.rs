@@ -211,6 +211,14 @@ pub enum TransferError {
         /// Their range in the model.
         bytes: Range<u64>,
     },
+    /// An update that may not be in a mean.
+    #[error("element {index} of chunk {chunk} is NaN or infinite")]
+    Nonfinite {
+        /// The chunk.
+        chunk: usize,
+        /// The element, counted in the chunk.
+        index: u64,
+    },
     /// A chunk buffer could not be made.
     #[error(transparent)]
     Region(#[from] RegionError),
@@ -331,6 +339,24 @@ pub enum Fault {
         /// How long it had.
         seconds: u64,
     },
+    /// Its update has elements that are not finite.
+    #[error(
+        "its update is rejected: element {index} of tensor \"{tensor}\" is NaN or infinite (--on-nonfinite)"
+    )]
+    Nonfinite {
+        /// The tensor.
+        tensor: String,
+        /// The element, counted in the tensor.
+        index: u64,
+    },
+    /// Its update is so large that nothing is left of it when it is clipped.
+    #[error(
+        "its update is rejected: its norm is {norm:e}, which leaves nothing of it when it is clipped (--clip-norm)"
+    )]
+    TooLarge {
+        /// The norm.
+        norm: f64,
+    },
     /// Its update was not whole in time.
     #[error("its update was not whole {seconds} s after it was asked for (--round-deadline)")]
     TooLate {
@@ -361,6 +387,12 @@ pub enum AggregatorError {
         least: u64,
         /// The largest value.
         most: u64,
+    },
+    /// A norm that nothing can be clipped to.
+    #[error("the clip norm is {clip_norm}; it must be finite and above zero")]
+    ClipNorm {
+        /// Its value.
+        clip_norm: f64,
     },
     /// More clients than this process may have connections.
     #[error(

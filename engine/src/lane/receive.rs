@@ -17,14 +17,16 @@ use rustix::event::epoll::EventFlags;
 
 use super::{ConnectionId, Inbox, Poller, Progress, TICK, ranges};
 use crate::channel::DataChannel;
-use crate::error::{LaneError, TransferError};
+use crate::error::{LaneError, SinkError, TransferError};
 use crate::limits;
 use crate::manifest::{Chunk, ChunkTable};
 use crate::paths::ReceiveKind;
 use crate::receiver::{Landing, Lands, ReceivePath};
+use crate::reducer::{Norm, clean, inspect};
 use crate::region::Region;
 use crate::sink::Sink;
 use crate::sums::LaneSums;
+use crate::verdict::{Findings, OnNonfinite};
 use crate::wire::checksum::chunk_sum;
 
 /// In which order the peers' chunks are taken.
@@ -110,6 +112,32 @@ pub struct Shared<'a> {
     pub began: &'a AtomicBool,
     /// Bytes that came, for progress displays.
     pub moved: &'a AtomicU64,
+    /// What is looked for in the update.
+    pub inspection: Option<Inspection<'a>>,
+}
+
+/// How chunks of an update are looked at, while they are hot in the cache.
+#[derive(Clone, Copy)]
+pub struct Inspection<'a> {
+    /// What is done with elements that are not finite.
+    pub on_nonfinite: OnNonfinite,
+    /// Whether the norm is wanted.
+    pub wants_norm: bool,
+    /// The model that the update was trained from, if there is one.
+    pub model: Option<&'a [u8]>,
+    /// What was found.
+    pub findings: &'a Findings,
+}
+
+impl Inspection<'_> {
+    fn norm(&self, chunk: &Chunk) -> Norm<'_> {
+        let bytes = chunk.bytes.start as usize..chunk.bytes.end as usize;
+        match self.model {
+            _ if !self.wants_norm => Norm::Skip,
+            Some(model) => Norm::OfChange(&model[bytes]),
+            None => Norm::OfUpdate,
+        }
+    }
 }
 
 /// One peer's stream of this lane.
@@ -786,7 +814,11 @@ impl Lane<'_, '_> {
                 }
             }
             stream.shared.sums.verify(chunk.index);
+            if let Some(inspection) = stream.shared.inspection {
+                self.inspect(peer, chunk, inspection)?;
+            }
         }
+        let stream = &mut self.streams[peer];
         if let Some(mut scratch) = stream.scratch.take() {
             self.sink.accept(peer, chunk, &mut scratch)?;
             self.buffers.0.push(scratch);
@@ -796,6 +828,36 @@ impl Lane<'_, '_> {
         stream.done[chunk.index - start] = true;
         stream.missing -= 1;
         Ok(Step::Chunk)
+    }
+
+    /// Looks for elements that are not finite. Where updates mix, one that may not have any ends here.
+    fn inspect(
+        &mut self,
+        peer: usize,
+        chunk: &Chunk,
+        inspection: Inspection<'_>,
+    ) -> Result<(), TransferError> {
+        let stream = &mut self.streams[peer];
+        let length = chunk.length();
+        let payload = match &stream.scratch {
+            Some(scratch) => &scratch.bytes()[..length],
+            None => self.sink.landed(peer, chunk)?,
+        };
+        let inspected = inspect(chunk.dtype, payload, inspection.norm(chunk));
+        let found = inspected.map_err(SinkError::from)?;
+        inspection.findings.note(chunk.index, &found);
+        let Some(first) = found.first_nonfinite else { return Ok(()) };
+        match (inspection.on_nonfinite, &mut stream.scratch) {
+            (OnNonfinite::Reject, _) if self.sink.mixes() => {
+                Err(TransferError::Nonfinite { chunk: chunk.index, index: first })
+            }
+            (OnNonfinite::Zero, Some(scratch)) => {
+                let payload = &mut scratch.bytes_mut().0[..length];
+                Ok(clean(chunk.dtype, payload).map_err(SinkError::from)?)
+            }
+            // What is received whole is judged as a whole.
+            _ => Ok(()),
+        }
     }
 
     /// A chunk does not match its checksum: it is asked for again, a few times.

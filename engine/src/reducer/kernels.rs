@@ -113,6 +113,7 @@ pub(super) trait Kernel {
 
 /// How one dtype is read, and how its mean is written. Bytes are little-endian.
 pub(super) trait Element {
+    const IS_FLOAT: bool;
     type Bytes: Copy;
     type Sum: Copy + std::ops::Add<Output = Self::Sum> + std::ops::Mul<Output = Self::Sum>;
     fn widen(bytes: Self::Bytes) -> Self::Sum;
@@ -245,6 +246,7 @@ pub(super) struct Bool;
 macro_rules! float {
     ($float:ident, $bytes:literal) => {
         impl Element for $float {
+            const IS_FLOAT: bool = true;
             type Bytes = [u8; $bytes];
             type Sum = $float;
 
@@ -272,6 +274,7 @@ float!(f64, 8);
 macro_rules! integer {
     ($($integer:ident $bytes:literal),*) => {$(
         impl Element for $integer {
+            const IS_FLOAT: bool = false;
             type Bytes = [u8; $bytes];
             type Sum = f64;
 
@@ -291,6 +294,7 @@ macro_rules! integer {
 integer!(u8 1, i8 1, u16 2, i16 2, u32 4, i32 4, u64 8, i64 8);
 
 impl Element for Bool {
+    const IS_FLOAT: bool = false;
     type Bytes = [u8; 1];
     type Sum = f64;
 
@@ -306,6 +310,7 @@ impl Element for Bool {
 }
 
 impl Element for Bf16 {
+    const IS_FLOAT: bool = true;
     type Bytes = [u8; 2];
     type Sum = f32;
 
@@ -328,6 +333,7 @@ impl Element for Bf16 {
 }
 
 impl Element for F16 {
+    const IS_FLOAT: bool = true;
     type Bytes = [u8; 2];
     type Sum = f32;
 
