@@ -94,6 +94,7 @@ pub struct Client {
     /// The newest round for which it sent an update.
     uploaded: u32,
     phases: Vec<Phase>,
+    canceller: Canceller,
     keeper: Option<JoinHandle<()>>,
     stop: Option<Sender<()>>,
 }
@@ -128,6 +129,8 @@ struct ClientShared {
     came: AtomicU64,
     /// The transfer of the round has begun.
     began: AtomicBool,
+    /// Whether the connection is being made anew.
+    dials: AtomicBool,
 }
 
 impl ClientShared {
@@ -203,6 +206,12 @@ impl Canceller {
             let _ = writer.send_if_idle(&ClientMessage::Failed { reason: printable(reason) });
             writer.shut_down();
         }
+    }
+
+    /// Ends the connection that is used now.
+    fn hang_up(&self) {
+        let writer = self.state().writer.upgrade();
+        writer.iter().for_each(|writer| writer.shut_down());
     }
 
     /// Whether an aggregator has answered since this was last asked.
@@ -284,10 +293,11 @@ impl Client {
         canceller: &Canceller,
     ) -> Result<Client, ClientError> {
         let header = manifest.map(|manifest| manifest.header().to_vec()).unwrap_or_default();
-        let (address, canceller) = (address.to_string(), canceller.clone());
+        let address = address.to_string();
         let mut config = config;
         config.tls = config.tls.map(|tls| tls.at(&address));
-        let mut dialler = Dialler { address, config: config.clone(), header, canceller };
+        let mut dialler =
+            Dialler { address, config: config.clone(), header, canceller: canceller.clone() };
         let (stop, stopped) = mpsc::channel();
         let connected = dialler.connect(1, None).or_else(|error| {
             // Where nobody listens there is no aggregator; another one may have been interrupted.
@@ -314,6 +324,7 @@ impl Client {
             sent: AtomicU64::new(0),
             came: AtomicU64::new(0),
             began: AtomicBool::new(true),
+            dials: AtomicBool::new(false),
         });
         let (sender, events) = mpsc::channel();
         let plan = link.plan.clone();
@@ -341,6 +352,7 @@ impl Client {
             holds: None,
             uploaded: 0,
             phases: Vec::new(),
+            canceller: canceller.clone(),
             keeper: Some(thread),
             stop: Some(stop),
         })
@@ -450,8 +462,11 @@ impl Client {
 impl Drop for Client {
     fn drop(&mut self) {
         self.stop.take();
-        let is_connected = self.line.link.take().inspect(Link::shut_down).is_some();
-        if let Some(keeper) = self.keeper.take().filter(|_| is_connected) {
+        self.line.hang_up();
+        // There may be a newer connection that nobody has used yet.
+        self.canceller.hang_up();
+        let dials = self.line.shared.dials.load(Ordering::SeqCst);
+        if let Some(keeper) = self.keeper.take().filter(|_| !dials) {
             // The thread cannot panic, and there is nobody to tell. One that dials ends by itself.
             let _ = keeper.join();
         }

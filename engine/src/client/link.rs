@@ -1,6 +1,7 @@
 //! A client's connection to its aggregator: how it is made, and made again when it breaks.
 
 use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -200,7 +201,11 @@ impl Keeper {
                 return;
             }
             id += 1;
-            match self.dialler.connect_again(id, Some(ticket), (error, window), &self.stopped) {
+            self.shared.dials.store(true, Ordering::SeqCst);
+            let again = (error, window);
+            let connected = self.dialler.connect_again(id, Some(ticket), again, &self.stopped);
+            self.shared.dials.store(false, Ordering::SeqCst);
+            match connected {
                 Ok((link, next)) => {
                     (ticket, reader) = (link.plan.ticket, next);
                     if self.events.send(Event::Up(Box::new(link))).is_err() {
