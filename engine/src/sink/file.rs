@@ -166,26 +166,35 @@ impl Target {
         rustix::fs::openat(&self.directory, name, flags, mode).map(File::from)
     }
 
-    /// Gives a file without a name one beside the target: a link cannot replace the target,
-    /// only a rename can.
+    /// Gives a file without a name that of the target, or where something stands there one beside it: a
+    /// link cannot replace the target, only a rename can.
     fn name_file(&mut self, file: &File) -> Result<(), SinkError> {
         if self.temporary.is_some() {
             return Ok(());
         }
-        let name = temporary_name();
         let link = format!("/proc/self/fd/{}", file.as_raw_fd());
-        rustix::fs::linkat(CWD, link, &self.directory, &name, AtFlags::SYMLINK_FOLLOW)
-            .map_err(|errno| self.error("create", errno))?;
+        let link_as = |name: &OsStr| {
+            rustix::fs::linkat(CWD, &link, &self.directory, name, AtFlags::SYMLINK_FOLLOW)
+        };
+        // Where nothing stands there is no moment at which a kill leaves anything behind.
+        match link_as(&self.name) {
+            Ok(()) => return Ok(()),
+            Err(Errno::EXIST) => {}
+            Err(errno) => return Err(self.error("create", errno)),
+        }
+        let name = temporary_name();
+        link_as(&name).map_err(|errno| self.error("create", errno))?;
         self.temporary = Some(name);
         Ok(())
     }
 
-    /// Renames the temporary file over the target and brings the rename to the disk.
+    /// Renames the temporary file, if there is one, over the target and brings the name to the disk.
     fn replace(&mut self) -> Result<(), SinkError> {
-        let Some(temporary) = &self.temporary else { return Ok(()) };
-        rustix::fs::renameat(&self.directory, temporary, &self.directory, &self.name)
-            .map_err(|errno| self.error("replace", errno))?;
-        self.temporary = None;
+        if let Some(temporary) = &self.temporary {
+            rustix::fs::renameat(&self.directory, temporary, &self.directory, &self.name)
+                .map_err(|errno| self.error("replace", errno))?;
+            self.temporary = None;
+        }
         match rustix::fs::fsync(&self.directory) {
             // Some network filesystems cannot sync a directory.
             Ok(()) | Err(Errno::INVAL) => Ok(()),
