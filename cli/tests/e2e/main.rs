@@ -2,6 +2,7 @@
 
 mod addresses;
 mod awkward_models;
+mod bad_updates;
 mod client_order;
 mod command_line;
 mod demo;

@@ -190,8 +190,9 @@ impl Keeper {
         let deadline = Duration::from_millis(first.deadline_ms);
         let window = self.dialler.config.reconnect.unwrap_or(deadline);
         loop {
-            let error =
-                ClientError::Control { address: at.to_string(), error: self.read(&mut reader) };
+            // Who was told that the session is over does not come again.
+            let Some(error) = self.read(&mut reader) else { return };
+            let error = ClientError::Control { address: at.to_string(), error };
             let is_over = self.stopped.try_recv() == Err(TryRecvError::Disconnected);
             let resumes = is_interruption(&error) && !window.is_zero();
             if is_over || !resumes {
@@ -217,24 +218,26 @@ impl Keeper {
         }
     }
 
-    fn read(&self, reader: &mut Reader) -> ControlError {
+    /// Hands on what the aggregator says. Why that ended; nothing if it was the last word.
+    fn read(&self, reader: &mut Reader) -> Option<ControlError> {
         loop {
             match reader.read(limits::MAX_FRAME_BYTES) {
                 Ok(AggregatorMessage::Alive) => {}
                 Ok(AggregatorMessage::Sums { first, sums }) => {
                     if let Err(error) = self.shared.announce(first, &sums) {
-                        return error.into();
+                        return Some(error.into());
                     }
                 }
                 Ok(message) => {
                     if let AggregatorMessage::Download { round, digest } = message {
                         self.shared.begin_download(round, digest);
                     }
-                    if self.events.send(Event::Message(message)).is_err() {
-                        return ControlError::Closed;
+                    let is_last = matches!(message, AggregatorMessage::Failed { .. });
+                    if self.events.send(Event::Message(message)).is_err() || is_last {
+                        return None;
                     }
                 }
-                Err(error) => return error,
+                Err(error) => return Some(error),
             }
         }
     }

@@ -1,0 +1,122 @@
+//! Updates with elements that are not finite, and updates that are too large.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::models::Layout;
+use crate::process::{Finished, Process, join, serve, start};
+
+const ELEMENTS: u64 = 60_000;
+
+/// Tensors "w" and "x" with elements of one value each client; of client "c" element 5 of "x" is NaN.
+fn model(value: f32, bad: bool) -> Vec<u8> {
+    let layout = Layout::new(&[("w", "F32", &[100]), ("x", "F32", &[ELEMENTS - 100])], None);
+    let mut file = (layout.header.len() as u64).to_le_bytes().to_vec();
+    file.extend(&layout.header);
+    for index in 0..ELEMENTS {
+        let element = if bad && index == 105 { f32::NAN } else { value };
+        file.extend(element.to_le_bytes());
+    }
+    file
+}
+
+fn elements(path: &Path) -> Vec<f32> {
+    let file = fs::read(path).unwrap();
+    let data = &file[file.len() - 4 * ELEMENTS as usize..];
+    data.chunks(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+}
+
+/// Clients a, b and c bring 1, 3 and 8, and c a NaN. Gives what serve and they came to, and the mean.
+fn session(args: &[&str]) -> (Finished, Vec<Finished>, Option<Vec<f32>>) {
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path().join("mean");
+    let mut command = serve(3);
+    command.arg("--output").arg(&output).arg("--chunk-bytes=16KiB");
+    let mut server = start(command, args);
+    let address = server.address();
+    let client = |(name, value): (&str, f32)| {
+        let path = directory.path().join(name);
+        fs::write(&path, model(value, name == "c")).unwrap();
+        Process::start(&mut join(&address, name, &path))
+    };
+    let clients: Vec<_> = [("a", 1.0), ("b", 3.0), ("c", 8.0)].into_iter().map(client).collect();
+    let clients = clients.into_iter().map(Process::finish).collect();
+    let served = server.finish();
+    (served, clients, output.exists().then(|| elements(&output)))
+}
+
+fn reports(served: &Finished) -> Vec<Value> {
+    let events = served.events().into_iter();
+    events.filter(|event| event["event"] == "update").collect()
+}
+
+#[test]
+fn an_update_that_is_not_finite_ends_a_session_that_needs_everyone() {
+    for order in ["--order=client", "--order=arrival"] {
+        let (served, clients, mean) = session(&[order]);
+        let said = served.failed();
+        assert!(said.contains("client \"c\""), "{said}");
+        assert!(said.contains("element 5 of tensor \"x\" is NaN or infinite"), "{said}");
+        for client in clients {
+            assert!(client.failed().contains("element 5 of tensor \"x\""));
+        }
+        assert!(mean.is_none());
+    }
+}
+
+#[test]
+fn an_update_that_is_not_finite_is_left_out() {
+    for args in [["--min-clients=2", "--order=client"], ["--min-clients=2", "--order=arrival"]] {
+        let (served, mut clients, mean) = session(&args);
+        let served = served.done();
+        assert!(clients.pop().unwrap().failed().contains("element 5 of tensor \"x\""));
+        clients.into_iter().for_each(|client| drop(client.done()));
+        assert!(mean.unwrap().iter().all(|&element| element == 2.0));
+        let averaged: Vec<Value> =
+            served.events().into_iter().filter(|event| event["event"] == "averaged").collect();
+        assert_eq!(averaged[0]["left_out"], serde_json::json!(["c"]));
+    }
+}
+
+#[test]
+fn elements_that_are_not_finite_count_as_zero() {
+    for averaging in ["--averaging=streaming", "--averaging=staged"] {
+        let (served, clients, mean) = session(&["--on-nonfinite=zero", averaging]);
+        let served = served.done();
+        clients.into_iter().for_each(|client| drop(client.done()));
+        for (index, &element) in mean.unwrap().iter().enumerate() {
+            let expected = if index == 105 { 4.0 / 3.0 } else { 4.0 };
+            assert_eq!(element, expected, "{index}");
+        }
+        let reports = reports(&served);
+        assert_eq!(reports.len(), 3);
+        assert_eq!(reports[2]["nonfinite"], 1, "{}", reports[2]);
+    }
+}
+
+#[test]
+fn elements_that_are_not_finite_are_kept_if_asked_for() {
+    let (served, _, mean) = session(&["--on-nonfinite=keep"]);
+    served.done();
+    for (index, element) in mean.unwrap().into_iter().enumerate() {
+        assert!(if index == 105 { element.is_nan() } else { element == 4.0 }, "{index}");
+    }
+}
+
+#[test]
+fn an_update_that_is_too_large_is_clipped() {
+    // b's norm is 3 times the square root of the number of elements: that of a after it is clipped.
+    let norm = (ELEMENTS as f64).sqrt();
+    let args = ["--on-nonfinite=reject", "--min-clients=2", &format!("--clip-norm={norm}")];
+    let (served, _, mean) = session(&args);
+    let served = served.done();
+    for element in mean.unwrap() {
+        assert!((element - 1.0).abs() < 1e-6, "{element}");
+    }
+    let reports = reports(&served);
+    let factor = reports[1]["clip_factor"].as_f64().unwrap();
+    assert!((factor - 1.0 / 3.0).abs() < 1e-12, "{factor}");
+    assert_eq!(reports[0]["clip_factor"], 1.0);
+}
