@@ -549,6 +549,15 @@ fn note(
     }
 }
 
+impl Drop for Session {
+    /// Clients that hear nothing would dial again for long. Those of an exchange shall.
+    fn drop(&mut self) {
+        if !self.ready && !self.members.ending {
+            self.give_up("it was given up before all rounds were done");
+        }
+    }
+}
+
 impl Session {
     /// Clients of the session: name, address and weight, in client order.
     pub fn clients(&self) -> impl Iterator<Item = (&str, SocketAddr, f64)> {
