@@ -1,6 +1,6 @@
 //! What is found in each client's update, what is done with it, and the report of both.
 //!
-//! [`crate::reducer::inspect`] looks at chunks; [`Findings`] gathers what it found, in whatever
+//! [`crate::reducer::inspect()`] looks at chunks; [`Findings`] gathers what it found, in whatever
 //! order chunks come; [`UpdatePolicy::judge`] says what follows.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
