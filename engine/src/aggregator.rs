@@ -1,9 +1,11 @@
 //! The process that averages: waits for its clients, runs rounds, sends the model back.
 
+mod broadcast;
 pub(crate) mod door;
 mod gather;
 mod members;
 mod round;
+mod upload;
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::ops::Range;
@@ -378,7 +380,7 @@ struct PeerShared {
 pub struct Session {
     config: AggregatorConfig,
     lanes: Lanes,
-    upload: round::Upload,
+    upload: upload::Upload,
     members: Members,
     /// Whose updates are in the newest mean.
     counted: Vec<bool>,

@@ -221,7 +221,8 @@ impl Client {
         self.rounds
     }
 
-    /// Send the update of this round, and wait until it has been checked and averaged.
+    /// Send the update of this round, and wait until the round is over. Returns whether the update is in
+    /// the mean: False if it came too late.
     ///
     /// `update` is a Region of the layout joined with, `client.model` if it is not given. Its views
     /// are read-only meanwhile.

@@ -102,7 +102,6 @@ fn lengths_that_are_flipped(direction: Direction) {
 }
 
 #[test]
-#[ignore = "needs a deadline for whole messages"]
 fn a_length_that_is_flipped_on_the_way_down() {
     lengths_that_are_flipped(Direction::Down);
 }

@@ -11,7 +11,7 @@ use super::door::Tickets;
 use super::members::{
     Connection, Link, Members, Notice, Peer, Terms, connect, is_interruption, unexpected,
 };
-use super::round::Upload;
+use super::upload::Upload;
 use super::{
     Admission, Aggregator, AggregatorConfig, Averaging, Event, Joined, Lanes, PeerShared, Session,
     Sizes, label,
@@ -382,6 +382,7 @@ impl Gathering {
             listeners: self.listeners.clone(),
             next_connection: self.next_connection,
             ending: false,
+            noticed: VecDeque::new(),
             put_off: VecDeque::new(),
             knocking: Vec::new(),
         };
@@ -425,11 +426,7 @@ impl Members {
                 Notice::Message(peer, _) => {
                     let connection = self.peers[peer].up().map_or(0, |up| up.id);
                     let fault = unexpected("a message");
-                    if let Some(Notice::Gone(_, fault)) =
-                        self.drop_connection(peer, connection, fault)
-                    {
-                        self.check_quorum(min_clients, peer, fault)?;
-                    }
+                    self.drop_connection(peer, connection, fault);
                 }
                 Notice::Gone(peer, fault) => self.check_quorum(min_clients, peer, fault)?,
                 _ => {}

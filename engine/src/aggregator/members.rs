@@ -17,9 +17,9 @@ use crate::control::{self, ControlChannel, Listeners, Writer, printable, random}
 use crate::error::{
     AggregatorError, ControlError, Fault, LaneError, ProtocolError, TransferError, WireError,
 };
-use crate::lane::ConnectionId;
 use crate::lane::receive::ReceiveReport;
 use crate::lane::send::SendBroken;
+use crate::lane::{ConnectionId, Inbox};
 use crate::limits;
 use crate::manifest::Manifest;
 use crate::meter::Phase;
@@ -157,6 +157,8 @@ pub(super) struct Members {
     pub next_connection: ConnectionId,
     /// The last word is said: who closes now has heard it.
     pub ending: bool,
+    /// What follows from what was done here.
+    pub noticed: VecDeque<Notice>,
     /// Events that came when nobody could react to them.
     pub put_off: VecDeque<Event>,
     /// Who wants to come back while his last connection still seems to stand, and until when it is
@@ -173,9 +175,32 @@ impl Members {
         }
     }
 
-    /// Keeps an event for [`Members::next`].
-    pub fn put_off(&mut self, event: Event) {
-        self.put_off.push_back(event);
+    /// Waits until all lanes have ended; the first error that one ended with.
+    pub fn end_lanes<T>(
+        &mut self,
+        mut running: usize,
+        inboxes: &[Inbox<T>],
+    ) -> Result<(), AggregatorError> {
+        let mut failure = Ok(());
+        while running > 0 {
+            // Nobody is dismissed here: what happens to connections is for whoever uses them next.
+            match self.events.recv() {
+                Ok(Event::Lane { result }) => {
+                    running -= 1;
+                    if let Err(error) = result
+                        && failure.is_ok()
+                    {
+                        inboxes.iter().for_each(Inbox::cancel);
+                        failure = Err(AggregatorError::from(error));
+                    }
+                }
+                // Of lanes that nobody runs any more.
+                Ok(Event::Received { .. } | Event::SendBroken(_)) => {}
+                Ok(event) => self.put_off.push_back(event),
+                Err(_) => break,
+            }
+        }
+        failure
     }
 
     /// What happens next, or [`Notice::Timeout`] at `until`.
@@ -184,7 +209,7 @@ impl Members {
     /// Only what ends the whole session.
     pub fn next(&mut self, until: Option<Instant>) -> Result<Notice, AggregatorError> {
         loop {
-            if let Some(notice) = self.due() {
+            if let Some(notice) = self.noticed.pop_front().or_else(|| self.due()) {
                 return Ok(notice);
             }
             let now = Instant::now();
@@ -219,25 +244,14 @@ impl Members {
         }
     }
 
-    /// The connection of a client breaks now, for this reason, if it is `connection`.
-    pub fn drop_connection(
-        &mut self,
-        peer: usize,
-        connection: ConnectionId,
-        fault: Fault,
-    ) -> Option<Notice> {
+    /// The connection of a client breaks now, for this reason, if it is `connection`. What that comes
+    /// to is the next notice.
+    pub fn drop_connection(&mut self, peer: usize, connection: ConnectionId, fault: Fault) {
         let is_up = self.peers[peer].up().is_some_and(|up| up.id == connection);
-        is_up.then(|| self.break_off(peer, fault))
-    }
-
-    /// A client is not expected back.
-    pub fn dismiss(&mut self, peer: usize, fault: &Fault) {
-        let why = fault.to_string();
-        if let Some(connection) = self.peers[peer].up() {
-            let reason = printable(&format!("{}: {why}", self.peers[peer].label()));
-            let _ = connection.writer.send_if_idle(&AggregatorMessage::Failed { reason });
+        if is_up {
+            let notice = self.break_off(peer, fault);
+            self.noticed.push_back(notice);
         }
-        self.peers[peer].link = Link::Gone { why };
     }
 
     /// When something is due without anybody saying anything.
