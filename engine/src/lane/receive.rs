@@ -448,6 +448,10 @@ impl Lane<'_, '_> {
                 _ => {}
             }
             if signalled {
+                if stream.queue.is_empty() {
+                    // A proof of much comes in parts.
+                    line.progress.made();
+                }
                 Self::report_if_whole(stream, index, self.lost, self.report);
             }
         }
@@ -628,7 +632,8 @@ impl Lane<'_, '_> {
             }
             let Some(line) = &mut stream.line else { continue };
             // The time before a peer begins is its own: it trains. And so is the time of others.
-            let waits = stream.queue.is_empty()
+            let owes = !stream.queue.is_empty() || !stream.shared.sums.is_proven();
+            let waits = !owes
                 || !stream.shared.began.load(Ordering::Acquire)
                 || turn.is_some_and(|turn| turn != Some(index));
             if waits {
