@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use fedlane::aggregator::{AggregatorConfig, Averaging, default_streams};
+use fedlane::aggregator::{AggregatorConfig, Averaging, OnLoss, default_streams};
 use fedlane::control::Congestion;
 use fedlane::lane::receive::Order;
 use fedlane::limits;
@@ -191,6 +191,10 @@ pub struct Averager {
     #[arg(long, value_name = "NORM", value_parser = parse_clip_norm)]
     pub clip_norm: Option<f64>,
 
+    /// What is done about a client that is lost in mid-upload
+    #[arg(long, value_enum, default_value_t = OnLossArg::Auto, value_name = "WHAT")]
+    pub on_loss: OnLossArg,
+
     /// What happens to updates; all but "streaming" are for benchmarks
     #[arg(long, value_enum, default_value_t = AveragingArg::Streaming, hide = true)]
     pub averaging: AveragingArg,
@@ -214,6 +218,17 @@ pub enum OnNonfiniteArg {
     Zero,
     /// It counts as it is: those elements of the mean are NaN or infinite too
     Keep,
+}
+
+/// `--on-loss`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum OnLossArg {
+    /// Updates are averaged while they arrive; others send again what was mixed with the lost one's
+    Redo,
+    /// Updates are kept apart until they are whole: in memory, or on the disk of --state
+    Spool,
+    /// For each round what has been cheaper so far; the log says why
+    Auto,
 }
 
 /// `--averaging`.
@@ -251,6 +266,11 @@ impl Averager {
                 AveragingArg::Checksum => Averaging::Checksum,
                 AveragingArg::Discard => Averaging::Discard,
             },
+            on_loss: match self.on_loss {
+                OnLossArg::Redo => OnLoss::Redo,
+                OnLossArg::Spool => OnLoss::Spool,
+                OnLossArg::Auto => OnLoss::Auto,
+            },
             receive_path: paths.receive_path,
             send_path: paths.send_path,
             congestion: paths.congestion.clone(),
@@ -272,7 +292,9 @@ impl Averager {
         let order = self.order.to_possible_value().map(name).unwrap_or_default();
         let averaging = self.averaging.to_possible_value().map(name).unwrap_or_default();
         let on_nonfinite = self.on_nonfinite.to_possible_value().map(name).unwrap_or_default();
+        let on_loss = self.on_loss.to_possible_value().map(name).unwrap_or_default();
         let mut args = vec![
+            format!("--on-loss={on_loss}"),
             format!("--chunk-bytes={}", self.chunk_bytes),
             format!("--order={order}"),
             format!("--averaging={averaging}"),

@@ -50,6 +50,15 @@ pub struct Serve {
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
 
+    /// Keep the session in this directory, so that the same command, started again, goes on with it
+    ///
+    /// For an aggregator that is killed, or whose host fails: clients dial again for --reconnect-ms and what
+    /// has come of their updates is not sent again. The directory is made if there is none, and
+    /// holds nothing any more when all rounds are done. It needs room for what the rounds hold, and a local
+    /// file system.
+    #[arg(long, value_name = "DIR")]
+    state: Option<PathBuf>,
+
     #[command(flatten)]
     averager: Averager,
 
@@ -87,6 +96,7 @@ impl Serve {
             secret: self.secret.read()?,
             tls: self.certificates.read()?,
             insecure: self.insecure,
+            state: self.state.clone(),
             ..self.averager.config(self.clients as usize, self.rounds, &self.paths)
         };
         let aggregator = Aggregator::bind(self.listen.as_str(), config)?;
@@ -100,7 +110,13 @@ impl Serve {
         let result = self.run_rounds(&mut session, initial.as_ref(), output);
         if let Err(error) = result {
             session.give_up(&error_text(&error));
-            return Err(error);
+            return Err(match &self.state {
+                Some(path) => error.context(format!(
+                    "the session is kept in {}: start the same command again to go on, or remove the directory",
+                    path.display()
+                )),
+                None => error,
+            });
         }
         session.finish()?;
         let path = self.output.as_deref().map(Path::display);
@@ -124,10 +140,14 @@ impl Serve {
             ModelFile::create(path, session.manifest())?;
         }
         let mut reported = self.report(session, output, 0);
-        if let Some(initial) = initial {
+        if let (Some(path), Some(model)) = (&self.output, session.model()) {
+            // Of an earlier process, which may not have saved it.
+            save(path, session.manifest(), model.bytes())?;
+        }
+        if let Some(initial) = initial.filter(|_| session.sent().is_none()) {
             session.send_initial(initial)?;
         }
-        for _ in 0..self.rounds {
+        while session.rounds_done() < self.rounds || session.is_unsent() {
             self.run_round(session, output)?;
             reported = self.report(session, output, reported);
             report_updates(session, output);
@@ -165,7 +185,9 @@ impl Serve {
         };
         let (uploads, downloads) = (bars(true), bars(false));
         let shown = Progress::show(uploads, !self.json);
-        session.round()?;
+        if !session.is_unsent() {
+            session.round()?;
+        }
         drop(shown);
         report_members(session, output);
         // The clients need not wait for the disk, nor the disk for the clients.

@@ -3,12 +3,15 @@
 mod broadcast;
 pub(crate) mod door;
 mod gather;
+mod keep;
+mod loss;
 mod members;
 mod round;
 mod upload;
 
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -28,6 +31,7 @@ use crate::reducer::{AccumulatorLayout, Weights};
 use crate::region::{Region, RegionPool};
 use crate::signal::Signal;
 use crate::sink::mean::{TileMemory, Wave};
+use crate::state::{Record, StateDir};
 use crate::sums::SumTable;
 use crate::sys::process;
 use crate::tls::ServerTls;
@@ -37,6 +41,9 @@ use crate::wire::message::{AggregatorMessage, ClientMessage};
 
 use door::{Door, Reception, Visit};
 pub(crate) use gather::refuse;
+use keep::Kept;
+use loss::Experience;
+pub use loss::OnLoss;
 use members::{Members, Notice};
 
 /// What happens to the updates.
@@ -95,6 +102,11 @@ pub struct AggregatorConfig {
     pub insecure: bool,
     /// What is done with bad updates.
     pub updates: UpdatePolicy,
+    /// What is done about clients that are lost in mid-upload, where updates are averaged.
+    pub on_loss: OnLoss,
+    /// A directory in which the session is kept: a process that is started with it again goes on with
+    /// the session, as it was. The memory of the rounds are files there.
+    pub state: Option<PathBuf>,
 }
 
 impl Default for AggregatorConfig {
@@ -117,6 +129,8 @@ impl Default for AggregatorConfig {
             tls: None,
             insecure: false,
             updates: UpdatePolicy::default(),
+            on_loss: OnLoss::default(),
+            state: None,
         }
     }
 }
@@ -209,6 +223,8 @@ pub struct Aggregator {
     address: SocketAddr,
     door: Arc<Door>,
     pool: Arc<RegionPool>,
+    /// Where the session is kept, and one that is there already.
+    state: Option<(Arc<StateDir>, Option<Record>)>,
     /// Whether clients have their updates ready, and need no time to train: bytes are due as soon as
     /// they are asked for.
     ready: bool,
@@ -229,6 +245,7 @@ impl Aggregator {
         let listener = control::listen(&address, &config.congestion).map_err(listen)?;
         let bound = listener.local_addr().map_err(listen)?;
         refuse_open(&config, bound)?;
+        let state = config.state.as_ref().map(|path| keep::open(path, &config)).transpose()?;
         let (sender, events) = std::sync::mpsc::channel();
         let joined = sender.clone();
         let secret = config.secret;
@@ -249,8 +266,12 @@ impl Aggregator {
         };
         let door = Door::open(listener, config.congestion.clone(), config.tls.clone(), reception)
             .map_err(listen)?;
-        let (door, pool) = (Arc::new(door), Arc::default());
-        Ok(Aggregator { config, address: bound, door, pool, ready: false, events, sender })
+        let door = Arc::new(door);
+        let pool = Arc::new(match &state {
+            Some((directory, _)) => RegionPool::in_directory(directory.clone()),
+            None => RegionPool::default(),
+        });
+        Ok(Aggregator { config, address: bound, door, pool, state, ready: false, events, sender })
     }
 
     /// An aggregator for clients who have come through `door` already, ready to send, with memory
@@ -270,7 +291,8 @@ impl Aggregator {
             // The other end is held here.
             let _ = sender.send(Event::Joined(Box::new(client)));
         }
-        Ok(Aggregator { config, address, door, pool, ready: true, events, sender })
+        let state = None;
+        Ok(Aggregator { config, address, door, pool, state, ready: true, events, sender })
     }
 
     /// Where clients can dial.
@@ -376,6 +398,22 @@ struct PeerShared {
     sent: AtomicU64,
 }
 
+impl PeerShared {
+    /// Of a client of a session whose model is cut like that.
+    fn of(lanes: &Lanes) -> PeerShared {
+        let shared = PeerShared::default();
+        shared.cut(lanes);
+        shared
+    }
+
+    /// The model is known.
+    fn cut(&self, lanes: &Lanes) {
+        // Nothing else sets them.
+        let _ = self.sums.set(SumTable::new(&lanes.ranges, &lanes.signals));
+        let _ = self.findings.set(Findings::new(lanes.chunks.len()));
+    }
+}
+
 /// An aggregator with all its clients.
 pub struct Session {
     config: AggregatorConfig,
@@ -392,6 +430,11 @@ pub struct Session {
     round: u32,
     /// The round whose model was sent last.
     sent: Option<u32>,
+    /// The model was averaged by an earlier process, and is to be sent.
+    unsent: bool,
+    /// Where the session is kept on disk.
+    kept: Option<Kept>,
+    experience: Experience,
     phases: Vec<Phase>,
     /// What was found in the updates of the newest round.
     updates: Vec<UpdateReport>,
@@ -476,17 +519,20 @@ struct Sizes {
 impl Sizes {
     fn new(
         config: &AggregatorConfig,
+        averaging: Averaging,
         manifest: &Manifest,
         layout: Option<&AccumulatorLayout>,
     ) -> Sizes {
         let model_bytes = manifest.data_bytes();
-        let copies = match config.averaging {
+        let copies = match averaging {
             Averaging::Staged | Averaging::Keep => config.clients,
             _ => 0,
         };
-        // Chunk after chunk from every client, sums never leave their tile.
-        let in_turn = config.averaging == Averaging::Streaming && config.order == Order::Client;
-        let wave = config.averaging == Averaging::Wave;
+        // Chunk after chunk from every client, sums never leave their tile, unless they are kept.
+        let in_turn = averaging == Averaging::Streaming
+            && config.order == Order::Client
+            && config.state.is_none();
+        let wave = averaging == Averaging::Wave;
         let holds_sums = |layout: &&AccumulatorLayout| !wave && (layout.is_in_place() || !in_turn);
         Sizes {
             accumulator: layout.filter(holds_sums).map(AccumulatorLayout::bytes),
@@ -598,6 +644,17 @@ impl Session {
         }
     }
 
+    /// The round whose model was sent last; 0 is the initial one.
+    pub fn sent(&self) -> Option<u32> {
+        self.sent
+    }
+
+    /// Whether the model of the newest round has yet to be sent, because the process that averaged it
+    /// ended: [`Session::broadcast`] comes next, and not a round.
+    pub fn is_unsent(&self) -> bool {
+        self.unsent
+    }
+
     /// Tells every client that this aggregator cannot go on, and why.
     pub fn give_up(&self, reason: &str) {
         self.members.tell_all(&AggregatorMessage::Failed { reason: printable(reason) });
@@ -612,11 +669,18 @@ impl Session {
         let until = Instant::now() + self.config.deadline;
         while self.members.peers.iter().any(|peer| !peer.is_gone()) {
             match self.members.next(Some(until))? {
-                Notice::Up(peer) => self.members.tell(peer, &AggregatorMessage::Done),
+                Notice::Up(peer) => {
+                    // Its process began again, and may have lost the model.
+                    if self.members.peers[peer].holds != self.sent {
+                        self.send_model(0)?;
+                    }
+                    self.members.tell(peer, &AggregatorMessage::Done);
+                }
                 Notice::Timeout => break,
                 _ => {}
             }
         }
+        self.kept.as_ref().map_or(Ok(()), Kept::end)?;
         Ok(std::mem::take(&mut self.phases))
     }
 }

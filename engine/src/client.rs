@@ -301,7 +301,8 @@ impl Client {
         let (stop, stopped) = mpsc::channel();
         let connected = dialler.connect(1, None).or_else(|error| {
             // Where nobody listens there is no aggregator; another one may have been interrupted.
-            let was_there = !matches!(error, ClientError::Dial { .. });
+            let no_answer = matches!(error, ClientError::Dial { .. });
+            let was_there = !no_answer || canceller.state().answered;
             let window = config.reconnect.unwrap_or(config.deadline);
             match is_interruption(&error) && was_there && !window.is_zero() {
                 true => dialler.connect_again(1, None, (error, window), &stopped),

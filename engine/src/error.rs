@@ -3,8 +3,10 @@
 
 mod model;
 mod peer;
+mod state;
 mod tls;
 
 pub use model::*;
 pub use peer::*;
+pub use state::*;
 pub use tls::*;

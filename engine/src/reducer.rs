@@ -36,6 +36,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 use crate::error::ReducerError;
 use crate::limits::{ACCUMULATOR_ALIGN_BYTES, MIN_WEIGHT_SHARE};
 use crate::manifest::Manifest;
+use crate::wire::checksum::ChunkSum;
 use kernels::{Add, Bf16, Bool, Element, F16, Finish, First, Last, Only, Scale, ScaleAdd};
 
 pub use clip::{ClipBase, clip_factor};
@@ -181,6 +182,20 @@ impl Weights {
                 Ok(false)
             }
         }
+    }
+
+    /// A checksum of the weights with which sums of these clients' tensors are made, or with
+    /// `is_mean` their mean: those of other weights are of no use.
+    pub fn digest(&self, clients: impl Iterator<Item = usize>, is_mean: bool) -> u64 {
+        let of_clients = clients.filter_map(|client| self.get(client));
+        let all = of_clients.chain(is_mean.then_some(self.denominator));
+        let mut sum = ChunkSum::new();
+        for Weight { f32, f64, whole } in all {
+            sum.update(&f32.to_le_bytes());
+            sum.update(&f64.to_le_bytes());
+            sum.update(&whole.to_le_bytes());
+        }
+        sum.finish()
     }
 
     /// Number of clients, those of weight zero included.

@@ -4,12 +4,13 @@
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::fs;
 
 use crate::error::RegionError;
 use crate::limits;
+use crate::state::StateDir;
 use crate::sys::memory::{HUGE_PAGE_BYTES, Mapping, Pages};
 use crate::sys::process;
 
@@ -20,6 +21,7 @@ pub struct Region {
     start: usize,
     position: u64,
     bytes: usize,
+    name: Option<String>,
 }
 
 impl Region {
@@ -32,7 +34,7 @@ impl Region {
         let mapping = Self::map(bytes).map_err(|source| RegionError::Map { bytes, source })?;
         let bytes = usize::try_from(bytes)
             .map_err(|_| RegionError::Map { bytes, source: io::ErrorKind::OutOfMemory.into() })?;
-        Ok(Region { mapping, start: 0, position: 0, bytes })
+        Ok(Region { mapping, start: 0, position: 0, bytes, name: None })
     }
 
     /// `bytes` bytes of a memory file that another process made, from `position` on.
@@ -57,7 +59,18 @@ impl Region {
         let mapping = Mapping::adopt(file, first_page, end - first_page).map_err(map)?;
         // Both are within the mapping, which exists.
         let (start, bytes) = ((position - first_page) as usize, bytes as usize);
-        Ok(Region { mapping, start, position, bytes })
+        Ok(Region { mapping, start, position, bytes, name: None })
+    }
+
+    /// Says which file of a directory it is.
+    pub(crate) fn named(mut self, name: String) -> Region {
+        self.name = Some(name);
+        self
+    }
+
+    /// Which file of a directory it is, if it is one.
+    pub fn name(&self) -> Option<&str> {
+        self.name.as_deref()
     }
 
     /// A huge page for a region that would not fill one wastes memory.
@@ -118,6 +131,8 @@ impl Region {
 #[derive(Default)]
 pub struct RegionPool {
     free: Mutex<Vec<Free>>,
+    /// Where regions are files that outlive the process.
+    directory: Option<Arc<StateDir>>,
 }
 
 struct Free {
@@ -127,6 +142,11 @@ struct Free {
 }
 
 impl RegionPool {
+    /// A pool of regions in a directory.
+    pub fn in_directory(directory: Arc<StateDir>) -> RegionPool {
+        RegionPool { free: Mutex::default(), directory: Some(directory) }
+    }
+
     /// A region of exactly `bytes` bytes: a warm one where there is one, a new one otherwise.
     /// What stood in a warm region is still there. A region that fitted none of many that had to be
     /// made new goes back to the host: the model has changed.
@@ -139,8 +159,14 @@ impl RegionPool {
             return Ok(free.swap_remove(index).region);
         }
         free.iter_mut().for_each(|free| free.passed_over += 1);
-        free.retain(|free| free.passed_over <= limits::PASSED_OVER);
+        let of_no_use = |free: &mut Free| free.passed_over > limits::PASSED_OVER;
+        let old: Vec<Free> = free.extract_if(.., of_no_use).collect();
         drop(free);
+        if let Some(directory) = &self.directory {
+            old.into_iter().for_each(|free| directory.remove_region(free.region));
+            return directory.make_region(bytes);
+        }
+        drop(old);
         match Region::new(bytes) {
             Err(RegionError::NoMemory { .. }) => {
                 self.trim();
@@ -172,6 +198,14 @@ impl RegionPool {
     pub fn free_bytes(&self) -> u64 {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         free.iter().map(|free| free.region.bytes as u64).sum()
+    }
+
+    /// Bytes of new regions that there is room for.
+    pub fn available_bytes(&self) -> u64 {
+        match &self.directory {
+            Some(directory) => directory.available_bytes(),
+            None => process::available_memory().0.saturating_sub(limits::MEMORY_RESERVE_BYTES),
+        }
     }
 
     /// Keeps `region` for the next [`RegionPool::take`].

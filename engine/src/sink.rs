@@ -33,6 +33,17 @@ pub trait Sink: Send {
     /// leave another one, at least as large.
     fn accept(&mut self, peer: usize, chunk: &Chunk, buffer: &mut Region) -> Result<(), SinkError>;
 
+    /// Before the first chunk: takes over what came in an earlier life of this process. Gives for each
+    /// peer and each chunk of the lane whether it is here; nothing at all where nothing is kept.
+    fn restore(&mut self) -> Result<Vec<Vec<bool>>, SinkError> {
+        Ok(Vec::new())
+    }
+
+    /// A chunk of a peer is in its place, and counts: a sink that keeps account of that notes it now.
+    fn note(&mut self, _peer: usize, _chunk: &Chunk) -> Result<(), SinkError> {
+        Ok(())
+    }
+
     /// Whether the peers' chunks are mixed: none can then be taken out again.
     fn mixes(&self) -> bool {
         false

@@ -170,6 +170,18 @@ impl Findings {
         self.chunks[chunk].squares.store(squares.to_bits(), Relaxed);
     }
 
+    /// What is known of a chunk, as two words that only [`Findings::restore`] understands.
+    pub fn raw(&self, chunk: usize) -> [u64; 2] {
+        let slot = &self.chunks[chunk];
+        [slot.nonfinite.load(Relaxed), slot.squares.load(Relaxed)]
+    }
+
+    /// A chunk was inspected in an earlier life of this process.
+    pub fn restore(&self, chunk: usize, [nonfinite, squares]: [u64; 2]) {
+        self.chunks[chunk].nonfinite.store(nonfinite, Relaxed);
+        self.chunks[chunk].squares.store(squares, Relaxed);
+    }
+
     /// All that was found, once every chunk has been inspected and no lane notes any more.
     ///
     /// # Errors

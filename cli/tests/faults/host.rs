@@ -16,7 +16,7 @@ fn is_root() -> bool {
 }
 
 /// Runs a script with the program as `$0`, in a mount namespace of its own where that is allowed.
-fn in_namespace(script: &str, arguments: &[&str]) -> Option<Process> {
+pub fn in_namespace(script: &str, arguments: &[&str]) -> Option<Process> {
     let try_it = || std::process::Command::new("unshare").args(["-m", "true"]).output();
     if !is_root() || !try_it().is_ok_and(|done| done.status.success()) {
         eprintln!("skipped: a mount namespace takes root and the right to mount");

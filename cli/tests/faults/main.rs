@@ -11,6 +11,7 @@ mod models;
 mod processes;
 mod session;
 mod slow;
+mod state;
 mod strangers;
 mod training;
 mod weights;

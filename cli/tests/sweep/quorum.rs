@@ -55,3 +55,9 @@ fn without_a_client_that_is_late() {
     let args = ["--min-clients=2", "--round-deadline=0.3"];
     goes_on("late", &args, Kind::Stall(Scope::All, None), Then::Silent);
 }
+
+#[test]
+fn without_a_client_that_is_lost_of_spooled_updates() {
+    let args = ["--min-clients=2", "--on-loss=spool"];
+    goes_on("lost from a spool", &args, Kind::Drop(Scope::All), Then::Refuse);
+}

@@ -88,9 +88,15 @@ impl Session {
             start_join(NAMES[VICTIM], self.directory.path(), self.models, address);
     }
 
-    /// The aggregator is killed and begins again, with the same arguments and another port.
-    pub fn restart_serve(&mut self, args: &[String]) {
+    /// The aggregator is killed and begins again, with the same arguments and another port. In between
+    /// something may happen to its files.
+    pub fn restart_serve(&mut self, args: &[String], between: impl FnOnce()) {
         self.serve.signal(Signal::KILL);
+        let until = Instant::now() + SOON;
+        while !self.serve.has_ended() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        between();
         self.serve = start_serve(self.directory.path(), args);
         let address = self.serve.address();
         self.proxy.set_target(address);
@@ -228,13 +234,14 @@ fn start_serve(directory: &Path, more: &[String]) -> Process {
         "serve".into(),
         "--listen=127.0.0.1:0".into(),
         format!("--clients={}", NAMES.len()),
-        "--order=client".into(),
         "--streams=2".into(),
         format!("--chunk-bytes={CHUNK_BYTES}"),
         format!("--deadline-ms={DEADLINE_MS}"),
         format!("--output={}", directory.join("serve.mean").display()),
     ];
-    Process::start("serve", directory, &[&args[..], more].concat())
+    let is_order = |arg: &String| arg.starts_with("--order");
+    let usual = if more.iter().any(is_order) { vec![] } else { vec!["--order=client".into()] };
+    Process::start("serve", directory, &[&args[..], &usual, more].concat())
 }
 
 /// Who has another name brings what the victim would have.

@@ -110,9 +110,10 @@ impl Broadcasting<'_> {
 
     fn await_all(&mut self) -> Result<(), AggregatorError> {
         for index in 0..self.members.peers.len() {
-            let peer = &mut self.members.peers[index];
-            peer.holds = None;
-            self.attach(index)?;
+            if !self.has_it(&self.members.peers[index]) {
+                self.members.peers[index].holds = None;
+                self.attach(index)?;
+            }
         }
         while self.members.peers.iter().any(|peer| !peer.is_gone() && !self.has_it(peer)) {
             let notice = self.members.next(Some(Instant::now() + limits::MIN_DEADLINE))?;

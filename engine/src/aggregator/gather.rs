@@ -8,6 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use super::door::Tickets;
+use super::keep::{Kept, new_record};
+use super::loss::Experience;
 use super::members::{
     Connection, Link, Members, Notice, Peer, Terms, connect, is_interruption, unexpected,
 };
@@ -25,9 +27,7 @@ use crate::meter::{Meter, Phase};
 use crate::reducer::{AccumulatorLayout, Weights};
 use crate::signal::Signal;
 use crate::sink::mean::TileMemory;
-use crate::sums::SumTable;
-use crate::verdict::Findings;
-use crate::wire::hello::Ticket;
+use crate::wire::hello::{SessionId, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
 impl Aggregator {
@@ -37,12 +37,18 @@ impl Aggregator {
     /// # Errors
     /// A client that leaves, brings another model or a weight or name that cannot be used ends
     /// the session for all; the error names it.
-    pub fn gather(self, manifest: Option<Manifest>) -> Result<Session, AggregatorError> {
+    pub fn gather(mut self, manifest: Option<Manifest>) -> Result<Session, AggregatorError> {
         let listeners = Listeners::default();
         let deadline = self.config.deadline;
         let beat =
             |deadline| Heartbeat::start(listeners.clone(), AggregatorMessage::Alive, deadline);
         let heartbeat = beat(control::silence_limit(deadline, self.config.reconnect))?;
+        if let Some((directory, record)) = &mut self.state
+            && let Some(record) = record.take()
+        {
+            let directory = directory.clone();
+            return self.resume(directory, record, manifest.as_ref(), (listeners, heartbeat));
+        }
         // Until a client knows the plan, its own deadline counts, and that is not known here.
         let _early = beat(limits::MIN_DEADLINE)?;
         let mut gathering = Gathering {
@@ -68,7 +74,7 @@ impl Aggregator {
 }
 
 /// Where the sums of this model go, if there is a mean.
-fn accumulator_layout(
+pub(super) fn accumulator_layout(
     config: &AggregatorConfig,
     manifest: &Manifest,
 ) -> Result<Option<AccumulatorLayout>, AggregatorError> {
@@ -174,7 +180,7 @@ impl Gathering {
     fn set_model(&mut self, manifest: Manifest) -> Result<(), AggregatorError> {
         let config = &self.aggregator.config;
         let layout = accumulator_layout(config, &manifest)?;
-        let sizes = Sizes::new(config, &manifest, layout.as_ref());
+        let sizes = Sizes::new(config, config.averaging, &manifest, layout.as_ref());
         let (pool, events) = (self.aggregator.pool.clone(), self.aggregator.sender.clone());
         std::thread::Builder::new().name("warm".into()).spawn(move || {
             let meter = Meter::start("prepare", 0);
@@ -242,6 +248,12 @@ impl Gathering {
     /// Somebody comes. Who has the name of another one may be that one, come back before it is known
     /// that its connection is broken.
     fn receive(&mut self, joined: Joined) -> Result<(), AggregatorError> {
+        if joined.resumes.is_some() {
+            tracing::warn!("{} was in another session and is not let in", joined.label());
+            let why = "this aggregator has begun a new session; start the client again to join it";
+            refuse(&joined.channel, why);
+            return Ok(());
+        }
         let patience = limits::LAST_WORDS;
         match self.is_taken(&joined) && !self.aggregator.config.reconnect.is_zero() {
             true => self.knocking.push((Instant::now() + patience, joined)),
@@ -320,20 +332,115 @@ impl Gathering {
             .inspect_err(|e| self.tell_all(e))?;
         let lanes = Lanes::cut(&self.aggregator.config, &manifest, layout)?;
         let warmed = self.warmed.take();
-        let min_clients = match self.aggregator.config.min_clients {
-            Some(least) => least,
-            None => self.aggregator.config.clients,
-        };
-        let (mut members, admission) = self.agree(manifest, &lanes)?;
+        let config = &self.aggregator.config;
+        let min_clients = config.min_clients.unwrap_or(config.clients);
+        let (mut members, admission, kept) = self.agree(manifest, &lanes)?;
         let warmed = members.await_all(warmed, min_clients).inspect_err(|error| {
             members.tell_all(&AggregatorMessage::Failed { reason: printable(&error.to_string()) });
         })?;
-        let Aggregator { config, pool, ready, .. } = self.aggregator;
-        Ok(Session {
+        let mut session = self.aggregator.begin(lanes, members, warmed, heartbeat, admission);
+        session.kept = kept;
+        Ok(session)
+    }
+
+    /// Makes the candidates members, and sends each its plan.
+    fn agree(
+        &mut self,
+        manifest: Manifest,
+        lanes: &Lanes,
+    ) -> Result<(Members, Admission, Option<Kept>), AggregatorError> {
+        let session = random()?;
+        let clients = self.candidates.iter().map(|c| (c.name.clone(), c.address, c.examples));
+        // Before anybody knows of the session.
+        let kept = match &self.aggregator.state {
+            Some((directory, _)) => {
+                let record = new_record(&self.aggregator.config, session, &manifest, clients);
+                Some(Kept::begin(directory.clone(), record, &lanes.chunks)?)
+            }
+            None => None,
+        };
+        let terms = self.aggregator.terms(session, lanes, manifest);
+        let (listeners, next) = (self.listeners.clone(), self.next_connection);
+        let (mut members, admission) = self.aggregator.members(terms, listeners, next);
+        let until = Instant::now() + members.terms.deadline;
+        let (mut passes, mut plans) = (Vec::new(), Vec::new());
+        for (index, candidate) in std::mem::take(&mut self.candidates).into_iter().enumerate() {
+            let Candidate { name, address, examples, shared, mut connection, .. } = candidate;
+            shared.cut(lanes);
+            connection.streams.resize_with(lanes.ranges.len(), || None);
+            passes.push((index as u32, members.pass(candidate.key, connection.id)));
+            let plan = members.plan(index, connection.ticket, candidate.wants_header);
+            plans.push((connection.writer.clone(), plan));
+            let link = Link::Opening { connection, until };
+            members.peers.push(Peer { name, address, examples, shared, link, holds: None });
+        }
+        for (client, pass) in passes {
+            members.door.readmit(session, client, pass);
+        }
+        for (writer, plan) in plans {
+            // Who does not read it opens no data channels either.
+            let _ = writer.send(&AggregatorMessage::Plan(plan));
+        }
+        Ok((members, admission, kept))
+    }
+}
+
+impl Aggregator {
+    /// What all plans of a session have in common.
+    pub(super) fn terms(&self, session: SessionId, lanes: &Lanes, manifest: Manifest) -> Terms {
+        Terms {
+            session,
+            streams: lanes.ranges.len(),
+            chunk_bytes: self.config.chunk_bytes,
+            rounds: self.config.rounds,
+            deadline: self.config.deadline,
+            reconnect: self.config.reconnect,
+            manifest,
+        }
+    }
+
+    /// A session that nobody is a member of yet.
+    pub(super) fn members(
+        &mut self,
+        terms: Terms,
+        listeners: Listeners,
+        next_connection: ConnectionId,
+    ) -> (Members, Admission) {
+        let (door, session) = (self.door.clone(), terms.session);
+        let tickets = Tickets { clients: HashMap::new(), events: self.sender.clone() };
+        door.admit(session, tickets);
+        let members = Members {
+            peers: Vec::new(),
+            terms,
+            // The sessions end of the channel; what comes here from now on comes there.
+            events: std::mem::replace(&mut self.events, std::sync::mpsc::channel().1),
+            sender: self.sender.clone(),
+            door: door.clone(),
+            listeners,
+            next_connection,
+            ending: false,
+            noticed: VecDeque::new(),
+            put_off: VecDeque::new(),
+            knocking: Vec::new(),
+        };
+        (members, Admission { door, session })
+    }
+
+    /// A session before its first round.
+    pub(super) fn begin(
+        self,
+        lanes: Lanes,
+        members: Members,
+        phase: Phase,
+        heartbeat: Heartbeat,
+        admission: Admission,
+    ) -> Session {
+        let Aggregator { config, pool, ready, .. } = self;
+        Session {
             upload: Upload {
                 receive_path: config.receive_path,
                 order: config.order,
-                min_clients,
+                min_clients: config.min_clients.unwrap_or(config.clients),
                 round_deadline: config.round_deadline,
                 updates: config.updates,
             },
@@ -347,65 +454,14 @@ impl Gathering {
             model: None,
             round: 0,
             sent: None,
-            phases: vec![warmed],
+            unsent: false,
+            kept: None,
+            experience: Experience::default(),
+            phases: vec![phase],
             updates: Vec::new(),
             _heartbeat: heartbeat,
             _admission: admission,
-        })
-    }
-
-    /// Makes the candidates members, and sends each its plan.
-    fn agree(
-        &mut self,
-        manifest: Manifest,
-        lanes: &Lanes,
-    ) -> Result<(Members, Admission), AggregatorError> {
-        let config = &self.aggregator.config;
-        let terms = Terms {
-            session: random()?,
-            streams: lanes.ranges.len(),
-            chunk_bytes: config.chunk_bytes,
-            rounds: config.rounds,
-            deadline: config.deadline,
-            reconnect: config.reconnect,
-            manifest,
-        };
-        let (door, sender) = (self.aggregator.door.clone(), self.aggregator.sender.clone());
-        let session = terms.session;
-        let mut members = Members {
-            peers: Vec::new(),
-            terms,
-            // The sessions end of the channel; what comes here from now on comes there.
-            events: std::mem::replace(&mut self.aggregator.events, std::sync::mpsc::channel().1),
-            sender: sender.clone(),
-            door: door.clone(),
-            listeners: self.listeners.clone(),
-            next_connection: self.next_connection,
-            ending: false,
-            noticed: VecDeque::new(),
-            put_off: VecDeque::new(),
-            knocking: Vec::new(),
-        };
-        let until = Instant::now() + config.deadline;
-        let (mut passes, mut plans) = (HashMap::new(), Vec::new());
-        for (index, candidate) in std::mem::take(&mut self.candidates).into_iter().enumerate() {
-            let Candidate { name, address, examples, shared, mut connection, .. } = candidate;
-            // Nothing else sets it.
-            let _ = shared.sums.set(SumTable::new(&lanes.ranges, &lanes.signals));
-            let _ = shared.findings.set(Findings::new(lanes.chunks.len()));
-            connection.streams.resize_with(lanes.ranges.len(), || None);
-            passes.insert(index as u32, members.pass(candidate.key, connection.id));
-            let plan = members.plan(index, connection.ticket, candidate.wants_header);
-            plans.push((connection.writer.clone(), plan));
-            let link = Link::Opening { connection, until };
-            members.peers.push(Peer { name, address, examples, shared, link, holds: None });
         }
-        door.admit(session, Tickets { clients: passes, events: sender });
-        for (writer, plan) in plans {
-            // Who does not read it opens no data channels either.
-            let _ = writer.send(&AggregatorMessage::Plan(plan));
-        }
-        Ok((members, Admission { door, session }))
     }
 }
 
@@ -451,7 +507,7 @@ impl Members {
 }
 
 impl Lanes {
-    fn cut(
+    pub(super) fn cut(
         config: &AggregatorConfig,
         manifest: &Manifest,
         layout: Option<AccumulatorLayout>,

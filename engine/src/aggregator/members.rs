@@ -43,8 +43,9 @@ pub(super) enum Link {
     Up(Connection),
     /// Its data channels are being opened.
     Opening { connection: Connection, until: Instant },
-    /// It may come back until then. Its old connection may still say why it broke.
-    Down { old: Connection, fault: Fault, linger: Instant, until: Instant },
+    /// It may come back until then. Its old connection, if it had one to this process, may still say why it
+    /// broke.
+    Down { old: Option<Connection>, fault: Fault, linger: Instant, until: Instant },
     /// It is not expected back.
     Gone { why: String },
 }
@@ -102,7 +103,7 @@ impl Peer {
     fn connection(&self) -> Option<&Connection> {
         match &self.link {
             Link::Up(connection) | Link::Opening { connection, .. } => Some(connection),
-            Link::Down { old, .. } => Some(old),
+            Link::Down { old, .. } => old.as_ref(),
             Link::Gone { .. } => None,
         }
     }
@@ -167,6 +168,12 @@ pub(super) struct Members {
 }
 
 impl Members {
+    /// Everybody's weight; zero for those who are lost.
+    pub fn examples(&self, lost: &[bool]) -> Vec<f64> {
+        let peers = self.peers.iter().zip(lost);
+        peers.map(|(peer, &lost)| if lost { 0.0 } else { peer.examples }).collect()
+    }
+
     /// Sends a message to all clients that are connected.
     pub fn tell_all(&self, message: &AggregatorMessage) {
         for connection in self.peers.iter().filter_map(Peer::connection) {
@@ -281,7 +288,7 @@ impl Members {
                     return Some(Notice::Gone(index, fault));
                 }
                 Link::Down { old, linger, until, .. } if *linger <= now => {
-                    old.shut_down();
+                    old.iter().for_each(Connection::shut_down);
                     *linger = *until;
                 }
                 _ => {}
@@ -368,7 +375,7 @@ impl Members {
         let peer = &mut self.peers[index];
         let gone = Link::Gone { why: fault.to_string() };
         let old = match std::mem::replace(&mut peer.link, gone) {
-            Link::Up(connection) | Link::Opening { connection, .. } => connection,
+            Link::Up(connection) | Link::Opening { connection, .. } => Some(connection),
             Link::Down { old, .. } => old,
             gone @ Link::Gone { .. } => {
                 peer.link = gone;
@@ -387,7 +394,9 @@ impl Members {
         };
         if !returns && !is_first_sign(&fault) {
             let reason = printable(&format!("{}: {fault}", peer.label()));
-            let _ = old.writer.send_if_idle(&AggregatorMessage::Failed { reason });
+            if let Some(old) = old {
+                let _ = old.writer.send_if_idle(&AggregatorMessage::Failed { reason });
+            }
             return Notice::Gone(index, fault);
         }
         if returns {

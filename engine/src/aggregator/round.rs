@@ -2,15 +2,18 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::broadcast::Broadcast;
+use super::keep::{Kept, lane_ledgers};
+use super::loss::Prospect;
 use super::members::Peer;
 use super::upload::{Base, UploadClock};
 use super::{Averaging, Lanes, Model, Session, Sizes};
 use crate::error::{AggregatorError, Fault, LaneError, SinkError};
 use crate::lane::start_lane;
 use crate::manifest::Manifest;
-use crate::meter::Meter;
+use crate::meter::{Meter, Phase};
 use crate::paths::SendKind;
 use crate::reducer::{AccumulatorLayout, ClipBase, Weights, clean};
 use crate::region::Region;
@@ -58,8 +61,7 @@ impl Session {
     }
 
     fn sums_of(&self, region: &Region) -> Vec<u64> {
-        let (chunks, threads) = (&self.lanes.chunks, self.lanes.ranges.len());
-        RegionSource::seal(self.manifest(), region, chunks, threads).into_sums()
+        self.lanes.sums_of(self.manifest(), region)
     }
 
     fn load(&mut self, source: &dyn Source) -> Result<(), AggregatorError> {
@@ -165,13 +167,37 @@ impl Session {
             drop(last);
         }
         let received = self.receive_updates(base.as_ref().map(|region| region.bytes()));
-        base.and_then(Arc::into_inner).into_iter().for_each(|region| self.pool.give_back(region));
         let (model, staged) = self.end_on_error(received)?;
         self.model = model;
+        let kept = self.keep_model();
+        self.end_on_error(kept)?;
+        base.and_then(Arc::into_inner).into_iter().for_each(|region| self.pool.give_back(region));
         for (peer, &counted) in self.counted.iter().enumerate() {
             self.members.tell(peer, &AggregatorMessage::Applied { round, counted });
         }
         Ok(staged)
+    }
+
+    /// A process that begins again shall find the mean.
+    fn keep_model(&mut self) -> Result<(), AggregatorError> {
+        let digest = self.model.as_ref().map(|model| self.digest(model));
+        let (Some(kept), Some(model), Some(digest)) = (&mut self.kept, &self.model, digest) else {
+            return Ok(());
+        };
+        kept.end_round(&self.counted, &model.region, digest)
+    }
+
+    fn digest(&self, model: &Model) -> [u8; 32] {
+        let layout = self.manifest().layout_digest();
+        model_digest(&layout, self.lanes.chunks.chunk_bytes(), &model.sums)
+    }
+
+    /// Whose updates are not expected.
+    fn lost(&self) -> Vec<bool> {
+        // Who came back too late for the last model cannot have trained on it.
+        let lacks = |peer: &Peer| self.sent.is_some() && peer.holds != self.sent;
+        let peers = self.members.peers.iter();
+        peers.map(|peer| peer.is_gone() || lacks(peer)).collect()
     }
 
     fn receive_updates(
@@ -180,77 +206,140 @@ impl Session {
     ) -> Result<(Option<Model>, Vec<Region>), AggregatorError> {
         let round = self.round;
         let clock = UploadClock::start(round);
-        let mut regions = self.take_regions()?;
+        let (averaging, lost, mut regions) = self.begin_round()?;
+        if let Some(kept) = &mut self.kept {
+            kept.begin_round(round, &lost, &regions, base.is_some())?;
+        }
         let has_mean = self.lanes.layout.is_some();
         let mut sums = vec![0; if has_mean { self.lanes.chunks.len() } else { 0 }];
         for peer in &self.members.peers {
             peer.shared.start_round(round, self.ready);
         }
-        // Who came back too late for the last model cannot have trained on it.
-        let lacks = |peer: &Peer| self.sent.is_some() && peer.holds != self.sent;
-        let peers = self.members.peers.iter();
-        let lost: Vec<bool> = peers.map(|peer| peer.is_gone() || lacks(peer)).collect();
-        let averaging = self.config.averaging;
+        let mut ledger = regions.ledger.take();
+        let expected = lost.iter().filter(|&&lost| !lost).count();
+        let place = (&mut regions, sums.as_mut_slice(), ledger.as_mut());
+        self.counted = self.upload(averaging, lost, place, base, &clock)?;
+        if let Some(kept) = &mut self.kept {
+            kept.ledger = ledger;
+        }
+        let whole = self.counted.iter().filter(|&&counted| counted).count() as u64;
+        let (wait, upload) = clock.stop(self.manifest().data_bytes() * whole);
+        self.learn(expected, &upload);
+        let factors = match averaging {
+            Averaging::Streaming | Averaging::Staged => self.judge()?,
+            _ => Vec::new(),
+        };
+        self.phases.extend([wait, upload.received_by(self.config.receive_path)]);
+        if averaging == Averaging::Staged {
+            let meter = Meter::start("average", round);
+            self.average(&mut regions, &mut sums, &factors, base)?;
+            let updates = self.counted.iter().filter(|&&counted| counted).count() as u64;
+            let phase = meter.stop(self.manifest().data_bytes() * updates);
+            self.experience.average_bytes_s = phase.bytes as f64 / phase.seconds.max(1e-9);
+            self.phases.push(phase);
+        }
+        let Regions { mut accumulator, model, staged, .. } = regions;
+        let region = model.or_else(|| accumulator.take());
+        accumulator.into_iter().for_each(|region| self.pool.give_back(region));
+        Ok((region.map(|region| Model { region: Arc::new(region), sums }), staged))
+    }
+
+    /// How the round averages, whose updates are not expected, and its memory: those that it was begun
+    /// with, if an earlier process did that.
+    fn begin_round(&mut self) -> Result<(Averaging, Vec<bool>, Regions), AggregatorError> {
+        match self.kept.as_mut().and_then(Kept::take_begun) {
+            Some(begun) => Ok(begun),
+            None => {
+                let lost = self.lost();
+                let averaging = self.choose_averaging(&lost)?;
+                Ok((averaging, lost, self.take_regions(averaging)?))
+            }
+        }
+    }
+
+    /// Whether updates are averaged while they arrive, or when they are whole.
+    fn choose_averaging(&mut self, lost: &[bool]) -> Result<Averaging, AggregatorError> {
+        let Averaging::Streaming = self.config.averaging else { return Ok(self.config.averaging) };
+        if self.ready {
+            // Of an exchange, which has no rounds to learn from.
+            return Ok(Averaging::Streaming);
+        }
+        if self.experience.lost > 0 {
+            self.experience.measure()?;
+        }
+        let round = Prospect {
+            clients: lost.iter().filter(|&&lost| !lost).count() as u64,
+            model_bytes: self.manifest().data_bytes(),
+            free_bytes: self.pool.available_bytes(),
+        };
+        let choice = self.experience.choose(self.config.on_loss, round);
+        let way = if choice.spools { "spool" } else { "redo" };
+        tracing::info!("round {}: on a loss {way}: {}", self.round, choice.why);
+        Ok(if choice.spools { Averaging::Staged } else { Averaging::Streaming })
+    }
+
+    /// Remembers what the round has shown of losses and of speeds.
+    fn learn(&mut self, expected: usize, upload: &Phase) {
+        let lost = expected.saturating_sub(self.counted.iter().filter(|&&came| came).count());
+        self.experience.expected += expected as u64;
+        self.experience.lost += lost as u64;
+        self.experience.upload_bytes_s = upload.bytes as f64 / upload.seconds.max(1e-9);
+        let came = |peer: &Peer| peer.shared.came.load(Ordering::Relaxed);
+        let came: u64 = self.members.peers.iter().map(came).sum();
+        if lost > 0 && came > upload.bytes {
+            let (round, again) = (self.round, came - upload.bytes);
+            tracing::info!(
+                "round {round}: {again} bytes came in vain: of {lost} lost clients, and what others sent again"
+            );
+        }
+    }
+
+    /// Receives everyone's update into the regions. Gives whose have come whole.
+    fn upload(
+        &mut self,
+        averaging: Averaging,
+        lost: Vec<bool>,
+        (regions, sums, ledger): (&mut Regions, &mut [u64], Option<&mut Region>),
+        base: Option<&[u8]>,
+        clock: &UploadClock,
+    ) -> Result<Vec<bool>, AggregatorError> {
+        let shared: Vec<_> = self.members.peers.iter().map(|peer| peer.shared.clone()).collect();
+        let mut ledgers = lane_ledgers(ledger, &self.lanes, &shared, &lost, self.round);
+        let (upload, lanes) = (&self.upload, &self.lanes);
         let seen = Base::Model(base);
-        self.counted = match averaging {
+        let people = (&mut self.members, &mut self.kept);
+        match averaging {
             Averaging::Streaming => {
-                let weights = self.weights(&lost)?;
+                let examples = people.0.examples(&lost);
                 let sinks =
-                    self.lanes.mean_sinks(&weights, &lost, &mut regions, &mut sums, None)?;
-                self.upload.run(&self.lanes, &mut self.members, sinks, lost, seen, &clock)?
+                    lanes.mean_sinks(&Weights::new(&examples)?, &lost, regions, sums, None)?;
+                let sinks = sinks.into_iter().map(|sink| sink.noting(ledgers.next())).collect();
+                upload.run(lanes, people, sinks, lost, seen, clock)
+            }
+            Averaging::Staged => {
+                let sinks = lanes.region_sinks(&mut regions.staged).into_iter();
+                let sinks = sinks.map(|sink| sink.noting(ledgers.next())).collect();
+                upload.run(lanes, people, sinks, lost, seen, clock)
             }
             Averaging::Wave => {
                 let (weights, wave, accumulator) =
                     self.wave.take().ok_or_else(|| std::io::Error::other("no sums"))?;
                 regions.accumulator = Some(accumulator);
-                let sinks =
-                    self.lanes.mean_sinks(&weights, &lost, &mut regions, &mut sums, Some(wave))?;
-                let counted = self.upload.run(
-                    &self.lanes,
-                    &mut self.members,
-                    sinks,
-                    lost,
-                    Base::Unseen,
-                    &clock,
-                )?;
+                let sinks = lanes.mean_sinks(&weights, &lost, regions, sums, Some(wave))?;
+                let counted = upload.run(lanes, people, sinks, lost, Base::Unseen, clock)?;
                 regions.staged = regions.accumulator.take().into_iter().collect();
-                counted
+                Ok(counted)
             }
-            Averaging::Staged | Averaging::Keep => {
-                let sinks = self.lanes.region_sinks(&mut regions.staged);
-                let seen = if averaging == Averaging::Staged { seen } else { Base::Unseen };
-                self.upload.run(&self.lanes, &mut self.members, sinks, lost, seen, &clock)?
+            Averaging::Keep => {
+                let sinks = lanes.region_sinks(&mut regions.staged);
+                upload.run(lanes, people, sinks, lost, Base::Unseen, clock)
             }
             Averaging::Checksum | Averaging::Discard => {
                 let checks = averaging == Averaging::Checksum;
-                let sinks = self.lanes.ranges.iter().map(|_| DiscardSink { checks }).collect();
-                self.upload.run(
-                    &self.lanes,
-                    &mut self.members,
-                    sinks,
-                    lost,
-                    Base::Unseen,
-                    &clock,
-                )?
+                let sinks = lanes.ranges.iter().map(|_| DiscardSink { checks }).collect();
+                upload.run(lanes, people, sinks, lost, Base::Unseen, clock)
             }
-        };
-        let factors = match averaging {
-            Averaging::Streaming | Averaging::Staged => self.judge()?,
-            _ => Vec::new(),
-        };
-        let updates = self.counted.iter().filter(|&&counted| counted).count() as u64;
-        let bytes = self.manifest().data_bytes() * updates;
-        let (wait, upload) = clock.stop(bytes);
-        self.phases.extend([wait, upload.received_by(self.config.receive_path)]);
-        if averaging == Averaging::Staged {
-            let meter = Meter::start("average", round);
-            self.average(&mut regions, &mut sums, &factors, base)?;
-            self.phases.push(meter.stop(bytes));
         }
-        let Regions { mut accumulator, model, staged } = regions;
-        let region = model.or_else(|| accumulator.take());
-        accumulator.into_iter().for_each(|region| self.pool.give_back(region));
-        Ok((region.map(|region| Model { region: Arc::new(region), sums }), staged))
     }
 
     /// Says what is done with each update that has come, and leaves out those that are rejected. Gives
@@ -292,20 +381,6 @@ impl Session {
         Ok(factors)
     }
 
-    /// Everybody's weight, but for those who are lost.
-    fn weights(&self, lost: &[bool]) -> Result<Weights, AggregatorError> {
-        Ok(Weights::new(&self.examples(lost))?)
-    }
-
-    fn examples(&self, lost: &[bool]) -> Vec<f64> {
-        let peers = self.members.peers.iter().zip(lost);
-        let weight = |(peer, lost): (&Peer, &bool)| match lost {
-            true => 0.0,
-            false => peer.examples,
-        };
-        peers.map(weight).collect()
-    }
-
     /// Makes zero what is not finite in updates that were received whole.
     fn clean(&self, staged: &mut [Region]) -> Result<(), AggregatorError> {
         let zeroed = self
@@ -336,7 +411,7 @@ impl Session {
         self.clean(&mut staged)?;
         let mut lost: Vec<bool> = self.counted.iter().map(|counted| !counted).collect();
         let clip_base = if base.is_some() { ClipBase::Model } else { ClipBase::Zero };
-        let weights = Weights::clipped(&self.examples(&lost), factors, clip_base)?;
+        let weights = Weights::clipped(&self.members.examples(&lost), factors, clip_base)?;
         let peers = lost.len();
         // The model is one more client where something is clipped.
         let model = base.filter(|_| weights.clients() > peers);
@@ -369,13 +444,15 @@ impl Session {
         Ok(results.iter().take(running).collect::<Result<(), LaneError>>()?)
     }
 
-    fn take_regions(&self) -> Result<Regions, AggregatorError> {
-        let sizes = Sizes::new(&self.config, self.manifest(), self.lanes.layout.as_ref());
+    fn take_regions(&mut self, averaging: Averaging) -> Result<Regions, AggregatorError> {
+        let layout = self.lanes.layout.as_ref();
+        let sizes = Sizes::new(&self.config, averaging, self.manifest(), layout);
         let take = |bytes: u64| self.pool.take(bytes);
         Ok(Regions {
             accumulator: sizes.accumulator.map(take).transpose()?,
             model: sizes.model.map(take).transpose()?,
             staged: sizes.staged.into_iter().map(take).collect::<Result<_, _>>()?,
+            ledger: self.kept.as_mut().and_then(|kept| kept.ledger.take()),
         })
     }
 
@@ -384,16 +461,17 @@ impl Session {
     /// # Errors
     /// As [`Session::round`]. Without a model this does nothing.
     pub fn broadcast(&mut self) -> Result<(), AggregatorError> {
-        let sent = self.send_model();
+        let sent = self.send_model(self.upload.min_clients);
         self.end_on_error(sent)
     }
 
-    fn send_model(&mut self) -> Result<(), AggregatorError> {
+    /// Sends the model to those who have it not; at least `min_clients` must be left.
+    pub(super) fn send_model(&mut self, min_clients: usize) -> Result<(), AggregatorError> {
         let Some(model) = &self.model else { return Ok(()) };
         let meter = Meter::start("broadcast", self.round);
         let manifest = &self.members.terms.manifest.clone();
         let chunk_bytes = self.lanes.chunks.chunk_bytes();
-        let digest = model_digest(&manifest.layout_digest(), chunk_bytes, &model.sums);
+        let digest = self.digest(model);
         let source = RegionSource::new(manifest, &model.region, chunk_bytes, model.sums.clone());
         let kind = SendKind::choose(self.config.send_path, &source)?;
         let broadcast = Broadcast {
@@ -401,13 +479,16 @@ impl Session {
             round: self.round,
             digest,
             kind,
-            min_clients: self.upload.min_clients,
+            min_clients,
         };
         let confirmed = broadcast.run(&self.lanes, &mut self.members, &source, &model.sums)?;
         let phase = meter.stop(self.manifest().data_bytes() * confirmed as u64);
         self.phases.push(phase.sent_by(kind));
-        self.sent = Some(self.round);
-        Ok(())
+        (self.sent, self.unsent) = (Some(self.round), false);
+        match &mut self.kept {
+            Some(kept) => kept.note_sent(self.round, &self.members.peers),
+            None => Ok(()),
+        }
     }
 
     /// When something ends the session, every client hears why.
@@ -420,13 +501,20 @@ impl Session {
 }
 
 /// The memory of one round; see [`Sizes`].
-struct Regions {
-    accumulator: Option<Region>,
-    model: Option<Region>,
-    staged: Vec<Region>,
+pub(super) struct Regions {
+    pub accumulator: Option<Region>,
+    pub model: Option<Region>,
+    pub staged: Vec<Region>,
+    /// Where the session is kept: what has come from whom.
+    pub ledger: Option<Region>,
 }
 
 impl Lanes {
+    /// The checksums of a model's chunks.
+    pub(super) fn sums_of(&self, manifest: &Manifest, region: &Region) -> Vec<u64> {
+        RegionSource::seal(manifest, region, &self.chunks, self.ranges.len()).into_sums()
+    }
+
     fn mean_sinks<'s>(
         &'s self,
         weights: &Weights,

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::keep::Kept;
 use super::members::{Link, Members, Notice, unexpected};
 use super::{Event, Lanes, PeerShared};
 use crate::error::{AggregatorError, Fault, LaneError, TransferError};
@@ -73,7 +74,7 @@ impl Upload {
     pub fn run<S: Sink>(
         &self,
         lanes: &Lanes,
-        members: &mut Members,
+        (members, kept): (&mut Members, &mut Option<Kept>),
         sinks: Vec<S>,
         lost: Vec<bool>,
         base: Base<'_>,
@@ -94,10 +95,16 @@ impl Upload {
                 let updates = self.updates;
                 let (sender, ended) = (members.sender.clone(), members.sender.clone());
                 let work = move || {
-                    let streams = shared.iter().zip(&lost).map(|(shared, &lost)| {
+                    let here = sink.restore().map_err(|error| LaneError::peer(0, error))?;
+                    let streams = shared.iter().zip(&lost).enumerate();
+                    let streams = streams.map(|(peer, (shared, &lost))| {
                         let stream =
                             Incoming::new(kind, shared.lane(lane, updates, base), stall, &range);
-                        if lost { stream.lost() } else { stream }
+                        match here.get(peer) {
+                            _ if lost => stream.lost(),
+                            Some(here) => stream.having(here.clone()),
+                            None => stream,
+                        }
                     });
                     let streams = streams.collect();
                     // The session holds the other end while lanes run.
@@ -118,6 +125,7 @@ impl Upload {
             let mut uploading = Uploading {
                 upload: self,
                 members,
+                kept,
                 inboxes: &inboxes,
                 chunks: &lanes.chunks,
                 clock,
@@ -135,6 +143,7 @@ impl Upload {
 struct Uploading<'a> {
     upload: &'a Upload,
     members: &'a mut Members,
+    kept: &'a mut Option<Kept>,
     inboxes: &'a [Inbox<ReceiveOrder>],
     chunks: &'a ChunkTable,
     clock: &'a UploadClock,
@@ -327,21 +336,24 @@ impl Uploading<'_> {
             );
             return Ok(());
         }
-        self.leave_out(peer);
+        self.leave_out(peer)?;
         // What others are asked for again, those who are gone cannot send.
         for other in 0..self.lost.len() {
             if !self.lost[other] && self.members.peers[other].is_gone() {
-                self.leave_out(other);
+                self.leave_out(other)?;
             }
         }
         self.check_quorum(Some((peer, fault)))
     }
 
-    fn leave_out(&mut self, peer: usize) {
+    fn leave_out(&mut self, peer: usize) -> Result<(), AggregatorError> {
         self.lost[peer] = true;
+        // Before anything of it is taken out: it must not come in again.
+        self.kept.as_mut().map_or(Ok(()), |kept| kept.leave_out(peer))?;
         self.losses.iter_mut().for_each(|losses| *losses += 1);
         self.whole.iter_mut().for_each(|whole| whole.fill(false));
         self.order(|| ReceiveOrder::Lose { peer });
+        Ok(())
     }
 
     fn bytes_that_came(&self) -> u64 {
@@ -385,7 +397,7 @@ impl Uploading<'_> {
     fn leave_late(&mut self, late: Vec<usize>, seconds: f64) -> Result<(), AggregatorError> {
         for peer in late {
             let fault = || Fault::TooLate { seconds };
-            self.leave_out(peer);
+            self.leave_out(peer)?;
             self.check_quorum(Some((peer, fault())))?;
             // It may come back for the next round.
             let connection = self.members.peers[peer].up().map_or(0, |up| up.id);

@@ -207,6 +207,10 @@ impl Keeper {
             let connected = self.dialler.connect_again(id, Some(ticket), again, &self.stopped);
             self.shared.dials.store(false, Ordering::SeqCst);
             match connected {
+                Ok((link, _)) if !is_same_session(&link.plan, first) => {
+                    let error = ClientError::OtherSession { address: at.to_string() };
+                    return drop(self.events.send(Event::Lost(error)));
+                }
                 Ok((link, next)) => {
                     (ticket, reader) = (link.plan.ticket, next);
                     if self.events.send(Event::Up(Box::new(link))).is_err() {
@@ -241,6 +245,13 @@ impl Keeper {
             }
         }
     }
+}
+
+/// An aggregator that began again may have begun another session.
+fn is_same_session(plan: &Plan, first: &Plan) -> bool {
+    let terms =
+        |plan: &Plan| (plan.session, plan.client, plan.streams, plan.chunk_bytes, plan.rounds);
+    terms(plan) == terms(first)
 }
 
 /// Why an aggregator did not let a client in that has this secret.

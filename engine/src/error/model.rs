@@ -544,6 +544,16 @@ pub enum RegionError {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// A file that should hold it cannot be made.
+    #[error("a region of {} cannot be kept in {}: {source}; free some space or choose another directory", mib(*bytes), path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Bytes asked for.
+        bytes: u64,
+        /// The kernel's answer.
+        source: io::Error,
+    },
 }
 
 fn mib(bytes: u64) -> String {

@@ -5,7 +5,9 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::time::Duration;
 
-use super::{ManifestError, ReducerError, RegionError, SinkError, SourceError, TlsError};
+use super::{
+    ManifestError, ReducerError, RegionError, SinkError, SourceError, StateError, TlsError,
+};
 use crate::wire::hello::Secret;
 
 /// Bytes that are not this protocol.
@@ -295,6 +297,9 @@ pub enum Fault {
     /// One of its data channels.
     #[error(transparent)]
     Transfer(#[from] TransferError),
+    /// The aggregator began again, and the client did not find it.
+    #[error("has not come back since the aggregator began again")]
+    NotBack,
     /// It said so itself.
     #[error("gave up: {reason}")]
     GaveUp {
@@ -414,6 +419,9 @@ pub enum AggregatorError {
         /// The kernel's answer.
         source: io::Error,
     },
+    /// The session cannot be kept on disk.
+    #[error(transparent)]
+    State(#[from] StateError),
     /// Other hosts would be let in, whoever they are.
     #[error(
         "whoever reaches {address} could join and read the models: give both sides a secret \
@@ -604,6 +612,12 @@ pub enum ClientError {
         address: String,
         /// What happened.
         error: TransferError,
+    },
+    /// It began again, and not with the session that this client was in.
+    #[error("aggregator {address} has begun another session; start this client again to join it")]
+    OtherSession {
+        /// Its address.
+        address: String,
     },
     /// The aggregator said why it ended.
     #[error("aggregator {address} ended the session: {reason}")]

@@ -374,6 +374,10 @@ struct Lane<'a, 'b> {
 impl Lane<'_, '_> {
     fn run(&mut self) -> Result<(), LaneError> {
         let mut checked = Instant::now();
+        // What came in an earlier life of this process may be all.
+        for (index, stream) in self.streams.iter_mut().enumerate() {
+            Self::report_if_whole(stream, index, self.lost, self.report);
+        }
         loop {
             while let Some(order) = self.inbox.take() {
                 if self.obey(order)? {
@@ -828,6 +832,7 @@ impl Lane<'_, '_> {
             self.sink.accept(peer, chunk, &mut scratch)?;
             self.buffers.0.push(scratch);
         }
+        self.sink.note(peer, chunk)?;
         let stream = &mut self.streams[peer];
         stream.pop_front();
         stream.done[chunk.index - start] = true;

@@ -226,6 +226,7 @@ fn no_region(error: &RegionError) -> RegionReport {
 pub fn obstacle(error: &RegionError) -> Obstacle {
     match error {
         RegionError::Map { source, .. } => Obstacle::io("a region cannot be mapped", source),
+        RegionError::File { source, .. } => Obstacle::io("a region cannot be kept", source),
         RegionError::NoMemory { bound, available, .. } => Obstacle::new(
             format!("no memory for a region: {bound} leaves {} MiB", available >> 20),
             "free memory, or allow more of it",

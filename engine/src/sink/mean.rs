@@ -7,11 +7,12 @@ use std::sync::{Mutex, PoisonError};
 
 use super::Sink;
 use crate::error::{ReducerError, SinkError};
+use crate::ledger::{Entry, Kind, LaneLedger};
 use crate::limits;
 use crate::manifest::{Chunk, ChunkTable, Dtype};
 use crate::reducer::{self, AccumulatorLayout, Weight, Weights, store_past_cache};
 use crate::region::Region;
-use crate::wire::checksum::ChunkSum;
+use crate::wire::checksum::{ChunkSum, chunk_sum};
 
 /// Bytes of payload that are completed at once: with their sums and their mean they stay in the L1
 /// cache. A multiple of every element's size.
@@ -46,6 +47,8 @@ pub struct MeanSink<'a> {
     spare: Vec<Region>,
     kept: &'a TileMemory,
     wave: Option<Wave>,
+    /// Where sums and model outlive the process: what is in them.
+    ledger: Option<LaneLedger<'a>>,
 }
 
 /// Clients who are some of those in a mean: their sums are added to the accumulator's and stay
@@ -129,7 +132,14 @@ impl<'a> MeanSink<'a> {
             ),
             kept: slices.tiles,
             wave: slices.wave,
+            ledger: None,
         })
+    }
+
+    /// Notes what has come.
+    pub fn noting(mut self, ledger: Option<LaneLedger<'a>>) -> MeanSink<'a> {
+        self.ledger = ledger;
+        self
     }
 
     /// Some clients are not expected; their weights are zero.
@@ -283,6 +293,57 @@ impl<'a> MeanSink<'a> {
     }
 }
 
+/// For a ledger: what stands where.
+impl MeanSink<'_> {
+    /// The sums of a chunk also go to their place in the accumulator, where they outlive the process.
+    fn note_sums(&mut self, peer: usize, chunk: &Chunk) -> Result<(), SinkError> {
+        let mut tile = self.take_tile(chunk, false)?;
+        tile.settle()?;
+        let place = tile.place.clone();
+        let sums = self.accumulator.as_deref_mut().ok_or(SinkError::NoSums)?;
+        store_past_cache(&mut sums[place], tile.bytes());
+        let content = chunk_sum(tile.bytes());
+        self.tiles.push_back(tile);
+        if let Some(ledger) = &mut self.ledger {
+            ledger.add(chunk.index, peer);
+            let weights = self.weights.digest(ledger.came(chunk.index), false);
+            ledger.seal(chunk.index, Kind::Sums, content, weights);
+        }
+        Ok(())
+    }
+
+    fn note_mean(&mut self, peer: Option<usize>, chunk: &Chunk) {
+        let content = self.sums[chunk.index - self.first_chunk];
+        if let Some(ledger) = &mut self.ledger {
+            peer.iter().for_each(|&peer| ledger.add(chunk.index, peer));
+            let weights = self.weights.digest(ledger.came(chunk.index), true);
+            ledger.seal(chunk.index, Kind::Mean, content, weights);
+        }
+    }
+
+    /// Whether an entry says what stands in its place, made with the weights of now.
+    fn is_true(&mut self, chunk: &Chunk, entry: &Entry) -> Result<bool, SinkError> {
+        let peers = entry.came.iter().map(|&(peer, _)| peer);
+        let is_mean = entry.kind == Kind::Mean;
+        let all = entry.came.len() == self.clients;
+        if entry.kind == Kind::Updates
+            || is_mean && !all
+            || entry.weights != self.weights.digest(peers, is_mean)
+        {
+            return Ok(false);
+        }
+        let place = self.place(chunk)?;
+        let content = match is_mean {
+            true => {
+                let (model, sums) = (&mut self.model, &mut self.accumulator);
+                chunk_sum(mean_of(model, sums, chunk, self.model_start, place)?)
+            }
+            false => chunk_sum(&self.accumulator.as_deref().ok_or(SinkError::NoSums)?[place]),
+        };
+        Ok(content == entry.content)
+    }
+}
+
 /// Where the mean of a chunk goes: into the model, or in the place of its sums.
 fn mean_of<'m>(
     model: &'m mut Option<&mut [u8]>,
@@ -308,6 +369,43 @@ impl Drop for MeanSink<'_> {
 }
 
 impl Sink for MeanSink<'_> {
+    fn restore(&mut self) -> Result<Vec<Vec<bool>>, SinkError> {
+        let Some(ledger) = &self.ledger else { return Ok(Vec::new()) };
+        let lane: Vec<Chunk> = ledger.lane().collect();
+        let mut here = vec![vec![false; lane.len()]; ledger.clients()];
+        for (place, chunk) in lane.iter().enumerate() {
+            let entry = self.ledger.as_ref().and_then(|ledger| ledger.entry(chunk.index));
+            let is_true = match &entry {
+                Some(entry) => self.is_true(chunk, entry)?,
+                None => false,
+            };
+            let Some(ledger) = &mut self.ledger else { break };
+            let Some(entry) = entry.filter(|_| is_true) else {
+                ledger.clear(chunk.index);
+                continue;
+            };
+            ledger.recall(chunk.index, &entry);
+            entry.came.iter().for_each(|&(peer, _)| here[peer][place] = true);
+            self.arrived[place] = entry.came.len();
+            if entry.kind == Kind::Mean {
+                (self.completed[place], self.sums[place]) = (true, entry.content);
+            }
+            self.complete(chunk)?;
+        }
+        Ok(here)
+    }
+
+    fn note(&mut self, peer: usize, chunk: &Chunk) -> Result<(), SinkError> {
+        if self.ledger.is_none() {
+            return Ok(());
+        }
+        if !self.completed[chunk.index - self.first_chunk] {
+            return self.note_sums(peer, chunk);
+        }
+        self.note_mean(Some(peer), chunk);
+        Ok(())
+    }
+
     fn mixes(&self) -> bool {
         true
     }
@@ -327,6 +425,7 @@ impl Sink for MeanSink<'_> {
     fn forget(&mut self, chunk: &Chunk) {
         let index = chunk.index - self.first_chunk;
         (self.arrived[index], self.completed[index]) = (0, false);
+        self.ledger.iter_mut().for_each(|ledger| ledger.clear(chunk.index));
         if let Some(index) = self.tiles.iter().position(|tile| tile.chunk == chunk.index) {
             self.spare.extend(self.tiles.remove(index).map(|tile| tile.memory));
         }
@@ -339,7 +438,9 @@ impl Sink for MeanSink<'_> {
             return Ok(());
         }
         self.completed[index] = true;
-        self.finish_chunk(chunk)
+        self.finish_chunk(chunk)?;
+        self.note_mean(None, chunk);
+        Ok(())
     }
 
     fn end(&mut self) -> Result<(), SinkError> {

@@ -1,0 +1,132 @@
+//! An aggregator that keeps its session on disk, and what can be wrong with that.
+
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::process::Signal;
+
+use super::host::in_namespace;
+use super::hostile::Process;
+use super::session::SOON;
+
+/// Files of a state that hold a session.
+fn files(state: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(state).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut names: Vec<String> = entries.map(|name| name.into_string().unwrap()).collect();
+    names.retain(|name| name != "lock");
+    names.sort();
+    names
+}
+
+/// An aggregator that was killed when two clients had joined it; they dial for a while.
+fn interrupted(state: &Path) -> (Process, Process, String) {
+    let arg = format!("--state={}", state.display());
+    let (serve, address) = Process::serve(&["--clients=2", &arg, "--rounds=40"]);
+    let client = |name| Process::join(&address, name, &["--generate=1MiB", "--reconnect-ms=2000"]);
+    let (first, second) = (client("first"), client("second"));
+    // They have a plan, and the session is on the disk.
+    first.await_line("upload:");
+    second.await_line("upload:");
+    serve.signal(Signal::KILL);
+    serve.end(SOON);
+    (first, second, address)
+}
+
+fn again(state: &Path, address: &str, more: &[&str]) -> Process {
+    let state = format!("--state={}", state.display());
+    let args = ["serve", "--listen", address, &state];
+    Process::start(&[&args[..], more].concat())
+}
+
+#[test]
+fn a_session_that_ends_leaves_nothing() {
+    let state = tempfile::tempdir().unwrap();
+    let arg = format!("--state={}", state.path().display());
+    let (serve, address) = Process::serve(&["--clients=1", &arg, "--rounds=2"]);
+    let client = Process::join(&address, "a", &["--generate=1MiB"]);
+    serve.succeeds(SOON);
+    client.succeeds(SOON);
+    assert_eq!(files(state.path()), [""; 0]);
+}
+
+#[test]
+fn a_session_of_many_rounds_goes_on() {
+    let state = tempfile::tempdir().unwrap();
+    let (first, second, address) = interrupted(state.path());
+    for _ in 0..4 {
+        let serve = again(state.path(), &address, &["--clients=2", "--rounds=40"]);
+        serve.await_word("going on with the session");
+        std::thread::sleep(Duration::from_millis(300));
+        serve.signal(Signal::KILL);
+        serve.end(SOON);
+    }
+    let serve = again(state.path(), &address, &["--clients=2", "--rounds=40"]);
+    serve.succeeds(SOON);
+    first.succeeds(SOON);
+    second.succeeds(SOON);
+    assert_eq!(files(state.path()), [""; 0]);
+}
+
+#[test]
+fn a_session_of_other_options() {
+    let state = tempfile::tempdir().unwrap();
+    let (_first, _second, address) = interrupted(state.path());
+    let serve = again(state.path(), &address, &["--clients=2", "--rounds=7"]);
+    serve.fails(SOON, &["--rounds 40, not 7", "remove the directory"]);
+}
+
+#[test]
+fn a_client_of_a_session_that_is_not_kept() {
+    let state = tempfile::tempdir().unwrap();
+    let (first, second, address) = interrupted(state.path());
+    let other = tempfile::tempdir().unwrap();
+    let _serve = again(other.path(), &address, &["--clients=2"]);
+    first.fails(SOON, &["has begun a new session", "start the client again"]);
+    second.fails(SOON, &["has begun a new session"]);
+}
+
+#[test]
+fn a_damaged_record() {
+    let state = tempfile::tempdir().unwrap();
+    let (_first, _second, address) = interrupted(state.path());
+    let path = state.path().join("session");
+    let mut record = std::fs::read(&path).unwrap();
+    let last = record.len() - 1;
+    record[last] ^= 1;
+    std::fs::write(&path, record).unwrap();
+    let serve = again(state.path(), &address, &["--clients=2", "--rounds=40"]);
+    serve.fails(SOON, &["does not match its checksum", "remove the directory"]);
+}
+
+#[test]
+fn two_aggregators_with_one_state() {
+    let state = tempfile::tempdir().unwrap();
+    let arg = format!("--state={}", state.path().display());
+    let (_serve, _) = Process::serve(&["--clients=1", &arg]);
+    let other = Process::start(&["serve", "--listen=127.0.0.1:0", "--clients=1", &arg]);
+    other.fails(SOON, &["another aggregator keeps its state", "--state"]);
+}
+
+#[test]
+fn a_state_that_is_no_directory() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let arg = format!("--state={}", file.path().display());
+    let serve = Process::start(&["serve", "--listen=127.0.0.1:0", "--clients=1", &arg]);
+    serve.fails(SOON, &["cannot make", &file.path().display().to_string()]);
+}
+
+#[test]
+fn a_disk_without_room_for_the_state() {
+    let state = tempfile::tempdir().unwrap();
+    let script = r#"mount -t tmpfs -o size=4m none "$1"
+        "$0" serve --listen=127.0.0.1:0 --clients=1 --deadline-ms=600 --state="$1" | {
+            read -r line; address=${line#listening on }; address=${address%%,*}
+            "$0" join "$address" --name=a --generate=16MiB --deadline-ms=600 || true
+        } 2>&1
+        ls "$1""#;
+    let path = state.path().to_str().unwrap();
+    let Some(shell) = in_namespace(script, &[path]) else { return };
+    let (_, said) = shell.end(SOON);
+    assert!(said.contains("cannot be kept in") && said.contains("free some space"), "{said}");
+    assert!(!said.contains("region-1\n"), "half a region stayed:\n{said}");
+}
