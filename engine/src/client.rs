@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::control::{Congestion, Writer, printable};
-use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError, WireError};
+use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError};
 use crate::lane::receive::{ChunkBuffers, ReceiveReport};
 use crate::lane::send::SendBroken;
 use crate::limits;
@@ -399,12 +399,10 @@ impl Client {
     pub fn next_task(&mut self) -> Result<Task, ClientError> {
         loop {
             let notice = match self.line.next() {
-                // With the last model here there is one thing left to hear.
-                Err(ClientError::Control { error, .. })
-                    if matches!(error, ControlError::Wire(WireError::Seal))
-                        && self.is_complete() =>
-                {
-                    tracing::info!("{error}; all rounds are done");
+                // With the last model here there is one thing left to hear. An aggregator that has said it
+                // is gone when it is asked again.
+                Err(error) if is_interruption(&error) && self.is_complete() => {
+                    tracing::warn!("{error}; the model of the last round is here");
                     return Ok(Task::Done);
                 }
                 notice => notice?,

@@ -94,7 +94,8 @@ fn an_aggregator_that_is_killed_while_others_download() {
     slow.upload();
     session.honest.await_line("download:");
     session.serve.signal(Signal::KILL);
-    session.honest.fails(SOON, &[&session.address]);
+    // It has the model of the last round, and whoever it would hear that from is gone.
+    session.honest.succeeds(SOON);
 }
 
 #[test]
