@@ -25,10 +25,7 @@ pub struct Region {
 impl Region {
     /// Makes a zeroed region. Fails, before anything is taken, when host or cgroup lack the memory.
     pub fn new(bytes: u64) -> Result<Region, RegionError> {
-        let (available, bound) = process::available_memory();
-        if bytes.saturating_add(limits::MEMORY_RESERVE_BYTES) > available {
-            return Err(RegionError::NoMemory { wanted: bytes, available, bound });
-        }
+        check_room(bytes, 0)?;
         let mapping = Self::map(bytes).map_err(|source| RegionError::Map { bytes, source })?;
         let bytes = usize::try_from(bytes)
             .map_err(|_| RegionError::Map { bytes, source: io::ErrorKind::OutOfMemory.into() })?;
@@ -113,6 +110,16 @@ impl Region {
     }
 }
 
+/// Whether the host, and `free` bytes that this process could give back, have room for so much.
+fn check_room(wanted: u64, free: u64) -> Result<(), RegionError> {
+    let (available, bound) = process::available_memory();
+    let available = available.saturating_add(free);
+    match wanted.saturating_add(limits::MEMORY_RESERVE_BYTES) > available {
+        true => Err(RegionError::NoMemory { wanted, available, bound }),
+        false => Ok(()),
+    }
+}
+
 /// Warm regions that outlive a round. First touch of memory costs more than the network, so a
 /// region is made once and taken again.
 #[derive(Default)]
@@ -159,6 +166,14 @@ impl RegionPool {
         let regions = sizes.map(|bytes| self.take(bytes)).collect::<Result<Vec<_>, _>>()?;
         regions.into_iter().for_each(|region| self.give_back(region));
         Ok(())
+    }
+
+    /// Whether there is room for regions of these sizes, as far as that is known now.
+    ///
+    /// # Errors
+    /// [`RegionError::NoMemory`].
+    pub fn check_room(&self, sizes: impl Iterator<Item = u64>) -> Result<(), RegionError> {
+        check_room(sizes.fold(0, u64::saturating_add), self.free_bytes())
     }
 
     /// Gives all free regions back to the host.

@@ -56,6 +56,8 @@ pub(super) struct Connection {
     pub writer: Arc<Writer>,
     pub reader: Option<JoinHandle<()>>,
     pub streams: Vec<Option<Arc<DataChannel>>>,
+    /// Who gets signs of life: this one too, as long as it lives.
+    listeners: Listeners,
     /// Whether it cannot be sure that the client has the same update as before.
     pub doubted: bool,
 }
@@ -75,6 +77,8 @@ impl Drop for Connection {
     /// However a session ends, also before it began, no thread and no connection outlive it.
     fn drop(&mut self) {
         self.shut_down();
+        let is_other = |writer: &Arc<Writer>| !Arc::ptr_eq(writer, &self.writer);
+        self.listeners.lock().unwrap_or_else(PoisonError::into_inner).retain(is_other);
         if let Some(reader) = self.reader.take() {
             // The thread cannot panic, and there is nobody to tell.
             let _ = reader.join();
@@ -313,7 +317,7 @@ impl Members {
             Event::Stream { connection, stream, channel } => {
                 Ok(self.add_stream(connection, stream, channel))
             }
-            Event::Message { connection, message } => Ok(self.hear(connection, message)),
+            Event::Message { connection, message, .. } => Ok(self.hear(connection, message)),
             Event::Lost { connection, error } => {
                 // Who knocks may be the one whose connection this was.
                 self.knocking.iter_mut().for_each(|(until, _)| *until = Instant::now());
@@ -462,15 +466,11 @@ impl Members {
             (terms.deadline, terms.reconnect),
             terms.streams,
             shared,
-            &self.sender,
+            (&self.sender, &self.listeners),
             doubted,
         )?;
         self.door.readmit(self.terms.session, index as u32, self.pass(key, id));
         let plan = self.plan(index, connection.ticket, wants_header);
-        self.listeners
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(connection.writer.clone());
         let writer = connection.writer.clone();
         let until = Instant::now() + self.terms.deadline;
         let peer = &mut self.peers[index];
@@ -528,7 +528,7 @@ impl Members {
     }
 }
 
-/// Starts to read a client's control channel. Gives the connection, and what its data channels must
+/// Starts to read a client's control channel, and to give it signs of life. Gives the connection, and what its data channels must
 /// prove to know.
 pub(super) fn connect(
     joined: Joined,
@@ -536,7 +536,7 @@ pub(super) fn connect(
     (deadline, reconnect): (Duration, Duration),
     streams: usize,
     shared: Arc<PeerShared>,
-    events: &Sender<Event>,
+    (events, listeners): (&Sender<Event>, &Listeners),
     doubted: bool,
 ) -> Result<(Connection, Ticket), AggregatorError> {
     let Joined { mut channel, .. } = joined;
@@ -549,7 +549,9 @@ pub(super) fn connect(
     let thread = thread.spawn(move || read_client(reader, id, &shared, &events))?;
     let streams = (0..streams).map(|_| None).collect();
     let reader = Some(thread);
-    Ok((Connection { id, ticket, writer, reader, streams, doubted }, key))
+    let listeners = listeners.clone();
+    listeners.lock().unwrap_or_else(PoisonError::into_inner).push(writer.clone());
+    Ok((Connection { id, ticket, writer, reader, streams, listeners, doubted }, key))
 }
 
 /// Whether the client may come back after that. Who lies may not.
