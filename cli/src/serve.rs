@@ -128,7 +128,10 @@ impl Serve {
             session.send_initial(initial)?;
         }
         for _ in 0..self.rounds {
-            self.run_round(session, output)?;
+            if let Err(error) = self.run_round(session, output) {
+                report_updates(session, output);
+                return Err(error);
+            }
             reported = self.report(session, output, reported);
             report_updates(session, output);
         }
@@ -209,7 +212,9 @@ fn report_members(session: &Session, output: Output) {
             missing.join(", ")
         ),
     };
-    let fields = json!({ "round": round, "clients": counted, "left_out": left_out });
+    let why: serde_json::Map<_, _> =
+        session.left_out().map(|(name, why)| (name.to_string(), json!(why))).collect();
+    let fields = json!({ "round": round, "clients": counted, "left_out": left_out, "why": why });
     output.event("averaged", fields, &text);
 }
 

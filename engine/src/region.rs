@@ -20,6 +20,18 @@ pub struct Region {
     start: usize,
     position: u64,
     bytes: usize,
+    content: Content,
+}
+
+/// Whose bytes stand in a region of a pool.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Content {
+    /// Nobody's: it is as the kernel made it.
+    Zeros,
+    /// Only those of whom it was lent to.
+    Of(String),
+    /// Anybody's.
+    Any,
 }
 
 impl Region {
@@ -29,7 +41,7 @@ impl Region {
         let mapping = Self::map(bytes).map_err(|source| RegionError::Map { bytes, source })?;
         let bytes = usize::try_from(bytes)
             .map_err(|_| RegionError::Map { bytes, source: io::ErrorKind::OutOfMemory.into() })?;
-        Ok(Region { mapping, start: 0, position: 0, bytes })
+        Ok(Region { mapping, start: 0, position: 0, bytes, content: Content::Zeros })
     }
 
     /// `bytes` bytes of a memory file that another process made, from `position` on.
@@ -54,7 +66,7 @@ impl Region {
         let mapping = Mapping::adopt(file, first_page, end - first_page).map_err(map)?;
         // Both are within the mapping, which exists.
         let (start, bytes) = ((position - first_page) as usize, bytes as usize);
-        Ok(Region { mapping, start, position, bytes })
+        Ok(Region { mapping, start, position, bytes, content: Content::Any })
     }
 
     /// A huge page for a region that would not fill one wastes memory.
@@ -135,14 +147,40 @@ struct Free {
 
 impl RegionPool {
     /// A region of exactly `bytes` bytes: a warm one where there is one, a new one otherwise.
-    /// What stood in a warm region is still there. A region that fitted none of many that had to be
-    /// made new goes back to the host: the model has changed.
+    /// What stood in a warm region is still there, so it is for those who write every byte before they let
+    /// anybody read: others get it by [`RegionPool::lend`]. A region that fitted none of many that had
+    /// to be made new goes back to the host: the model has changed.
     ///
     /// # Errors
     /// As [`Region::new`].
     pub fn take(&self, bytes: u64) -> Result<Region, RegionError> {
+        let mut region = self.find(bytes, &Content::Any)?;
+        region.content = Content::Any;
+        Ok(region)
+    }
+
+    /// The same for `owner`, who could read what was never written by it: zeroed, unless nobody else's bytes
+    /// have stood in it.
+    ///
+    /// # Errors
+    /// As [`Region::new`].
+    pub fn lend(&self, bytes: u64, owner: &str) -> Result<Region, RegionError> {
+        let content = Content::Of(owner.to_owned());
+        let mut region = self.find(bytes, &content)?;
+        if region.content != content && region.content != Content::Zeros {
+            // Also what is behind the region's end: the file can be mapped whole.
+            region.mapping.bytes_mut().0.fill(0);
+        }
+        region.content = content;
+        Ok(region)
+    }
+
+    /// A region as it was given back, one with this content first; or a new one.
+    fn find(&self, bytes: u64, content: &Content) -> Result<Region, RegionError> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(index) = free.iter().position(|free| free.region.bytes as u64 == bytes) {
+        let fits = |free: &Free| free.region.bytes as u64 == bytes;
+        let best = free.iter().position(|free| fits(free) && free.region.content == *content);
+        if let Some(index) = best.or_else(|| free.iter().position(fits)) {
             return Ok(free.swap_remove(index).region);
         }
         free.iter_mut().for_each(|free| free.passed_over += 1);
@@ -163,8 +201,10 @@ impl RegionPool {
     /// # Errors
     /// As [`Region::new`].
     pub fn warm(&self, sizes: impl Iterator<Item = u64>) -> Result<(), RegionError> {
-        let regions = sizes.map(|bytes| self.take(bytes)).collect::<Result<Vec<_>, _>>()?;
-        regions.into_iter().for_each(|region| self.give_back(region));
+        let untouched = |bytes| self.find(bytes, &Content::Zeros);
+        let regions = sizes.map(untouched).collect::<Result<Vec<_>, _>>()?;
+        // Nobody has written to those that were made new.
+        regions.into_iter().for_each(|region| self.keep(region));
         Ok(())
     }
 
@@ -190,7 +230,15 @@ impl RegionPool {
     }
 
     /// Keeps `region` for the next [`RegionPool::take`].
-    pub fn give_back(&self, region: Region) {
+    pub fn give_back(&self, mut region: Region) {
+        if region.content == Content::Zeros {
+            // Whoever made it may have written to it.
+            region.content = Content::Any;
+        }
+        self.keep(region);
+    }
+
+    fn keep(&self, region: Region) {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         free.push(Free { region, passed_over: 0 });
     }

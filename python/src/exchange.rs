@@ -84,9 +84,15 @@ impl Pool {
         Pool(Arc::default())
     }
 
-    /// Memory of `nbytes` bytes, which goes back to the pool when nothing refers to it.
-    fn take(&self, py: Python<'_>, nbytes: u64) -> PyResult<Memory> {
-        let region = py.detach(|| self.0.take(nbytes)).or_raise()?;
+    /// Memory of `nbytes` bytes, which goes back to the pool when nothing refers to it. Nobody but
+    /// `owner` has ever written to it; without one, any bytes may stand in it.
+    #[pyo3(signature = (nbytes, owner=None))]
+    fn take(&self, py: Python<'_>, nbytes: u64, owner: Option<&str>) -> PyResult<Memory> {
+        let take = || match owner {
+            Some(owner) => self.0.lend(nbytes, owner),
+            None => self.0.take(nbytes),
+        };
+        let region = py.detach(take).or_raise()?;
         // Python maps the file itself.
         region.rest();
         Ok(Memory(Arc::new(Warm { region: Some(region), pool: self.0.clone() })))

@@ -416,7 +416,8 @@ impl Gathering {
             let plan = members.plan(index, connection.ticket, candidate.wants_header);
             plans.push((connection.writer.clone(), plan));
             let link = Link::Opening { connection, until };
-            members.peers.push(Peer { name, address, examples, shared, link, holds: None });
+            let (holds, left_out) = (None, String::new());
+            members.peers.push(Peer { name, address, examples, shared, link, holds, left_out });
         }
         door.admit(session, Tickets { clients: passes, events: sender });
         for (writer, plan) in plans {

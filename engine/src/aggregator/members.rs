@@ -35,6 +35,8 @@ pub(super) struct Peer {
     pub link: Link,
     /// The round whose model it has; it then need not get it again.
     pub holds: Option<u32>,
+    /// Why its update is not in the mean of the newest round, if it is not.
+    pub left_out: String,
 }
 
 /// How a client is connected.
@@ -113,6 +115,14 @@ impl Peer {
 
     pub fn is_gone(&self) -> bool {
         matches!(self.link, Link::Gone { .. })
+    }
+
+    /// Before a round: who is left out from its start is so for this reason.
+    pub fn begin_round(&mut self) {
+        self.left_out = match &self.link {
+            Link::Gone { why } => why.clone(),
+            _ => "it has not got the last model".into(),
+        };
     }
 }
 

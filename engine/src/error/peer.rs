@@ -414,6 +414,16 @@ pub enum AggregatorError {
         /// Its value.
         clip_norm: f64,
     },
+    /// A model that no norm can be measured from.
+    #[error(
+        "element {index} of tensor \"{tensor}\" of the model is NaN or infinite, so updates cannot be clipped (--clip-norm): begin with another model"
+    )]
+    Nonfinite {
+        /// The tensor.
+        tensor: String,
+        /// The element, counted in the tensor.
+        index: u64,
+    },
     /// More clients than this process may have connections.
     #[error(
         "{clients} clients take at least {wanted} open files and the limit is {limit}; raise it with `ulimit -n`"

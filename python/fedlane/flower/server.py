@@ -228,7 +228,9 @@ class Desk:
     def __call__(self, request: dict, fd: int | None) -> Message:
         try:
             if request["op"] == "memory":
-                self._lease = self._server.exchange.pool.take(request["nbytes"])
+                # The updates of others may stand in what is free.
+                owner = str(request["owner"])
+                self._lease = self._server.exchange.pool.take(request["nbytes"], owner)
                 return {}, self._lease.fileno()
             key = b64decode(request["key"])
             self._server.meet(str(request["name"]))
