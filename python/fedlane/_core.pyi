@@ -257,7 +257,13 @@ class Exchange:
     """A listening port where models are offered and updates are awaited. Keys are 32 secret bytes."""
 
     def __new__(
-        cls, host: str, port: int, *, deadline_s: float = 30.0, streams: int | None = None
+        cls,
+        host: str,
+        port: int,
+        *,
+        deadline_s: float = 30.0,
+        streams: int | None = None,
+        max_update_bytes: int | None = None,
     ) -> Self: ...
     @property
     def port(self) -> int:

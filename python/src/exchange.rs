@@ -207,10 +207,17 @@ pub struct Exchange(Arc<exchange::Exchange>);
 impl Exchange {
     /// Listens on `host` and `port`; port 0 takes a free one.
     #[new]
-    #[pyo3(signature = (host, port, *, deadline_s = 30.0, streams = None))]
-    fn new(host: &str, port: u16, deadline_s: f64, streams: Option<usize>) -> PyResult<Exchange> {
+    #[pyo3(signature = (host, port, *, deadline_s = 30.0, streams = None, max_update_bytes = None))]
+    fn new(
+        host: &str,
+        port: u16,
+        deadline_s: f64,
+        streams: Option<usize>,
+        max_update_bytes: Option<u64>,
+    ) -> PyResult<Exchange> {
         let mut config = ExchangeConfig { deadline: seconds(deadline_s)?, ..Default::default() };
         config.streams = streams.unwrap_or(config.streams);
+        config.max_update_bytes = max_update_bytes.unwrap_or(config.max_update_bytes);
         let host = if host.contains(':') { format!("[{host}]") } else { host.to_owned() };
         let exchange = exchange::Exchange::listen(format!("{host}:{port}"), config).or_raise()?;
         Ok(Exchange(Arc::new(exchange)))

@@ -14,6 +14,7 @@ use crate::meter::Meter;
 use crate::paths::SendKind;
 use crate::reducer::{AccumulatorLayout, ClipBase, Norm, Weights, clean, inspect};
 use crate::region::Region;
+use crate::sink::Sink;
 use crate::sink::discard::DiscardSink;
 use crate::sink::mean::{MeanSink, MeanSlices, Wave};
 use crate::sink::region::{Part, RegionSink};
@@ -412,7 +413,7 @@ impl Session {
                     accepted.map_err(|error| LaneError::peer(peer, error))?;
                 }
             }
-            Ok(())
+            sink.end().map_err(|error| LaneError::peer(0, error))
         };
         let running = sinks.len();
         let (sender, results) = std::sync::mpsc::channel();
