@@ -376,12 +376,16 @@ pub(crate) fn descriptors_of(config: &AggregatorConfig) -> u64 {
     limits::OWN_DESCRIPTORS + streams * each_lane + clients * each_client
 }
 
-/// A visitor's socket is held twice. Those who are late hold one each.
-const VISITORS_DESCRIPTORS: u64 = 2 * limits::MAX_VISITORS as u64 + limits::MAX_LATE as u64;
+/// A visitor's socket is held twice, and that of another one by a thread that was made to leave.
+const EACH_VISITOR: u64 = 3;
+
+/// Those who are late hold one each.
+const VISITORS_DESCRIPTORS: u64 =
+    EACH_VISITOR * limits::MAX_VISITORS as u64 + limits::MAX_LATE as u64;
 
 /// How many visitors there may be, so that they do not take the descriptors of clients.
 fn visitors_within(descriptors: u64) -> usize {
-    let visitors = descriptors.saturating_sub(limits::MAX_LATE as u64) / 2;
+    let visitors = descriptors.saturating_sub(limits::MAX_LATE as u64) / EACH_VISITOR;
     // At most `MAX_VISITORS`.
     visitors.min(limits::MAX_VISITORS as u64).max(limits::MIN_VISITORS as u64) as usize
 }

@@ -14,6 +14,7 @@ use fedlane::manifest::{Dtype, Manifest, synthetic};
 use fedlane::sys::process;
 use fedlane::wire::message::{AggregatorMessage, ClientMessage};
 
+use super::host::limited;
 use super::hostile::{HostileClient, MODEL_BYTES, Process, model};
 use super::session::{SOON, Session};
 
@@ -75,7 +76,7 @@ impl Watch {
 /// A flood comes while a session of two clients runs to its end.
 fn flooded(flood: impl Fn(&str, &AtomicBool) + Sync) -> Most {
     process::allow_open_files(16 << 10);
-    let session = Session::start_with(&[], 64 << 20, 5000);
+    let session = Session::start_with(&[], 64 << 20, 20_000);
     let (pid, address) = (session.serve.pid(), session.address.clone());
     let before = resident_kib(pid);
     let over = AtomicBool::new(false);
@@ -85,7 +86,7 @@ fn flooded(flood: impl Fn(&str, &AtomicBool) + Sync) -> Most {
         scope.spawn(|| flood(&address, &over));
         std::thread::sleep(Duration::from_millis(300));
         // Whoever means well may have to try again while others push at the door.
-        let other = ["--generate=64MiB", "--deadline-ms=5000"];
+        let other = ["--generate=64MiB", "--deadline-ms=20000"];
         let until = Instant::now() + Duration::from_secs(60);
         let joins = || Process::join(&address, "other", &other).end(Duration::from_secs(60)).0;
         while !joins().success() {
@@ -195,4 +196,22 @@ fn a_member_that_says_again_and_again_that_it_begins() {
     peer.confirm();
     session.serve.succeeds(SOON);
     session.honest.succeeds(SOON);
+}
+
+/// Visitors do not take the descriptors that clients need.
+#[test]
+fn a_crowd_where_open_files_are_few() {
+    let args = ["serve", "--listen=127.0.0.1:0", "--clients=2", "--streams=2"];
+    let serve = limited("-n 160", &args);
+    let line = serve.await_line("listening on ");
+    let address = line.split([' ', ',']).nth(2).unwrap();
+    let mut crowd: Vec<TcpStream> =
+        (0..400).map(|_| TcpStream::connect(address).unwrap()).collect();
+    serve.await_word("others came, and it had said nothing");
+    let clients = ["a", "b"].map(|name| Process::join(address, name, &["--generate=1MiB"]));
+    // More come all the while.
+    crowd.extend((0..100).map(|_| TcpStream::connect(address).unwrap()));
+    clients.into_iter().for_each(|client| drop(client.succeeds(SOON)));
+    let said = serve.succeeds(SOON);
+    assert!(!said.contains("could not be accepted"), "{said}");
 }

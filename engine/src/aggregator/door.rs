@@ -142,7 +142,7 @@ impl Door {
             congestion,
             visitors: Mutex::new(Visitors::new(visitors)),
             closed: AtomicBool::new(false),
-            threads: Quota::new(limits::MAX_VISITOR_THREADS),
+            threads: Quota::new(limits::MAX_VISITOR_THREADS.min(2 * visitors as u64)),
             held_bytes: Quota::new(limits::MAX_VISITORS_BYTES),
             complaints: Mutex::default(),
         });
