@@ -70,7 +70,7 @@ fn a_model_that_is_not_finite_is_not_sent_where_updates_are_clipped() {
     fs::write(&path, model(1.0, true)).unwrap();
     let mut command = serve(1);
     command.arg("--initial").arg(&path);
-    let mut server = start(command, &["--clip-norm=1"]);
+    let mut server = start(command, ["--clip-norm=1"]);
     let address = server.address();
     let client = Process::start(&mut join(&address, "a", &path));
     let text = "element 5 of tensor \"x\" of the model is NaN or infinite";

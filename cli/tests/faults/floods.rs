@@ -97,7 +97,7 @@ fn flooded(flood: impl Fn(&str, &AtomicBool) + Sync) -> Most {
         session.serve.succeeds(SOON);
         session.honest.succeeds(SOON);
         // The model and its sums, and one chunk for each stream.
-        let grown = most.resident_kib.saturating_sub(before + (2 * 64 << 10));
+        let grown = most.resident_kib.saturating_sub(before + 2 * (64 << 10));
         assert!(grown < SLACK_KIB, "{grown} KiB for the flood: {most:?}");
         most
     })
