@@ -129,7 +129,7 @@ def test_a_model_that_is_not_finite_is_not_sent_where_updates_are_clipped():
 
             def take_part() -> list[float]:
                 with fedlane.Client(
-                    aggregator.address, name="a", examples=1, model=region(0)
+                    aggregator.address, name="a", examples=1, model=region(0.0)
                 ) as client:
                     for _ in client:
                         client.send()

@@ -117,12 +117,18 @@ impl Broadcasting<'_> {
             peer.holds = None;
             self.attach(index)?;
         }
-        while self.members.peers.iter().any(|peer| !peer.is_gone() && !self.has_it(peer)) {
+        while self.is_owed() {
             let notice = self.members.next(Some(Instant::now() + limits::MIN_DEADLINE))?;
             self.react(notice)?;
             self.check_progress();
         }
         Ok(())
+    }
+
+    /// Whether somebody has not got the model, or is lost and nobody has looked at that yet.
+    fn is_owed(&self) -> bool {
+        let owed = |peer: &Peer| !peer.is_gone() && !self.has_it(peer);
+        !self.members.noticed.is_empty() || self.members.peers.iter().any(owed)
     }
 
     fn react(&mut self, notice: Notice) -> Result<(), AggregatorError> {
