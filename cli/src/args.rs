@@ -195,6 +195,11 @@ pub struct Averager {
     #[arg(long, value_enum, default_value_t = OnLossArg::Auto, value_name = "WHAT")]
     pub on_loss: OnLossArg,
 
+    /// Largest model that the first client may bring, where there is no --initial one [default: what the
+    /// host has memory for]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub max_model: Option<u64>,
+
     /// What happens to updates; all but "streaming" are for benchmarks
     #[arg(long, value_enum, default_value_t = AveragingArg::Streaming, hide = true)]
     pub averaging: AveragingArg,
@@ -282,6 +287,7 @@ impl Averager {
                 },
                 clip_norm: self.clip_norm,
             },
+            max_model_bytes: self.max_model.unwrap_or(limits::MAX_MODEL_BYTES),
             ..AggregatorConfig::default()
         }
     }
@@ -304,6 +310,7 @@ impl Averager {
         let seconds = self.round_deadline.map(|deadline| deadline.as_secs_f64());
         args.extend(seconds.map(|seconds| format!("--round-deadline={seconds}")));
         args.extend(self.clip_norm.map(|norm| format!("--clip-norm={norm}")));
+        args.extend(self.max_model.map(|bytes| format!("--max-model={bytes}")));
         args.extend(self.streams.map(|streams| format!("--streams={streams}")));
         args
     }

@@ -148,7 +148,10 @@ impl Serve {
             session.send_initial(initial)?;
         }
         while session.rounds_done() < self.rounds || session.is_unsent() {
-            self.run_round(session, output)?;
+            if let Err(error) = self.run_round(session, output) {
+                report_updates(session, output);
+                return Err(error);
+            }
             reported = self.report(session, output, reported);
             report_updates(session, output);
         }
@@ -231,7 +234,9 @@ fn report_members(session: &Session, output: Output) {
             missing.join(", ")
         ),
     };
-    let fields = json!({ "round": round, "clients": counted, "left_out": left_out });
+    let why: serde_json::Map<_, _> =
+        session.left_out().map(|(name, why)| (name.to_string(), json!(why))).collect();
+    let fields = json!({ "round": round, "clients": counted, "left_out": left_out, "why": why });
     output.event("averaged", fields, &text);
 }
 

@@ -12,7 +12,7 @@ mod upload;
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -27,6 +27,7 @@ use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::Phase;
 use crate::paths::{ReceiveKind, SendKind};
+use crate::quota::{Quota, Share};
 use crate::reducer::{AccumulatorLayout, Weights};
 use crate::region::{Region, RegionPool};
 use crate::signal::Signal;
@@ -107,6 +108,9 @@ pub struct AggregatorConfig {
     /// A directory in which the session is kept: a process that is started with it again goes on with
     /// the session, as it was. The memory of the rounds are files there.
     pub state: Option<PathBuf>,
+    /// Bytes of the largest model that the first client may bring, where there is no initial one. What
+    /// the host has no memory for is refused in any case.
+    pub max_model_bytes: u64,
 }
 
 impl Default for AggregatorConfig {
@@ -131,6 +135,7 @@ impl Default for AggregatorConfig {
             updates: UpdatePolicy::default(),
             on_loss: OnLoss::default(),
             state: None,
+            max_model_bytes: limits::MAX_MODEL_BYTES,
         }
     }
 }
@@ -151,6 +156,8 @@ pub(crate) enum Event {
     Message {
         connection: ConnectionId,
         message: ClientMessage,
+        /// Given back when somebody has heard it.
+        _unheard: Share,
     },
     Lost {
         connection: ConnectionId,
@@ -185,24 +192,25 @@ pub(crate) struct Joined {
     pub resumes: Option<Ticket>,
     /// Clients are ordered by rank, and those of one rank by name.
     pub rank: usize,
-    /// Given back when somebody has looked at it.
-    pub seat: Option<Seat>,
+    /// Given back when somebody has looked at it: as long as it waits it holds its connection and the
+    /// header of its model.
+    pub seat: Option<(Share, Share)>,
 }
 
-/// Room for one client that nobody has looked at yet: as long as it waits it holds its connection and the
-/// header of its model.
-pub(crate) struct Seat(Arc<AtomicUsize>);
+/// Clients that may wait to be looked at.
+struct WaitingRoom {
+    seats: Arc<Quota>,
+    header_bytes: Arc<Quota>,
+}
 
-impl Seat {
-    fn take(taken: &Arc<AtomicUsize>, most: usize) -> Option<Seat> {
-        let seat = Seat(taken.clone());
-        (taken.fetch_add(1, Ordering::SeqCst) < most).then_some(seat)
+impl WaitingRoom {
+    fn new(clients: usize) -> WaitingRoom {
+        let seats = Quota::new((clients + limits::MAX_LATE) as u64);
+        WaitingRoom { seats, header_bytes: Quota::new(limits::MAX_JOINED_BYTES) }
     }
-}
 
-impl Drop for Seat {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
+    fn seat(&self, client: &Joined) -> Option<(Share, Share)> {
+        self.seats.take(1).zip(self.header_bytes.take(client.header.len() as u64))
     }
 }
 
@@ -240,7 +248,7 @@ impl Aggregator {
     ) -> Result<Aggregator, AggregatorError> {
         check(&config)?;
         let config = config.settled();
-        allow_connections(&config)?;
+        let visitors = allow_connections(&config)?;
         let listen = |source| AggregatorError::Listen { address: address.to_string(), source };
         let listener = control::listen(&address, &config.congestion).map_err(listen)?;
         let bound = listener.local_addr().map_err(listen)?;
@@ -249,11 +257,11 @@ impl Aggregator {
         let (sender, events) = std::sync::mpsc::channel();
         let joined = sender.clone();
         let secret = config.secret;
-        let (seats, most) = (Arc::<AtomicUsize>::default(), config.clients + limits::MAX_LATE);
+        let waiting = WaitingRoom::new(config.clients);
         let reception = Reception {
             secret: Box::new(move |place| (*place == secret.place()).then_some(secret)),
             welcome: Box::new(move |visit| match visit {
-                Visit::Join(mut client) => match Seat::take(&seats, most) {
+                Visit::Join(mut client) => match waiting.seat(&client) {
                     // Nobody listens any more when the session has ended; the socket then closes.
                     Some(seat) => {
                         client.seat = Some(seat);
@@ -264,8 +272,8 @@ impl Aggregator {
                 Visit::Call { channel, .. } => refuse(&channel, "there is no such place here"),
             }),
         };
-        let door = Door::open(listener, config.congestion.clone(), config.tls.clone(), reception)
-            .map_err(listen)?;
+        let (congestion, tls) = (config.congestion.clone(), config.tls.clone());
+        let door = Door::open(listener, congestion, tls, visitors, reception).map_err(listen)?;
         let door = Arc::new(door);
         let pool = Arc::new(match &state {
             Some((directory, _)) => RegionPool::in_directory(directory.clone()),
@@ -368,8 +376,18 @@ fn refuse_open(config: &AggregatorConfig, bound: SocketAddr) -> Result<(), Aggre
 }
 
 /// Makes room for the connections of all clients, or says now that there is none: later, clients
-/// would wait before a door that cannot open.
-fn allow_connections(config: &AggregatorConfig) -> Result<(), AggregatorError> {
+/// would wait before a door that cannot open. Gives how many visitors there is room for besides.
+fn allow_connections(config: &AggregatorConfig) -> Result<usize, AggregatorError> {
+    let wanted = descriptors_of(config);
+    let limit = process::allow_open_files(wanted + VISITORS_DESCRIPTORS);
+    match limit < wanted {
+        true => Err(AggregatorError::OpenFiles { clients: config.clients, wanted, limit }),
+        false => Ok(visitors_within(limit - wanted)),
+    }
+}
+
+/// Open files that a session takes.
+pub(crate) fn descriptors_of(config: &AggregatorConfig) -> u64 {
     let (clients, streams) = (config.clients as u64, config.streams as u64);
     let sending = config.send_path.map_or_else(SendKind::most_descriptors, SendKind::descriptors);
     let path = sending.max(config.receive_path.descriptors());
@@ -377,12 +395,21 @@ fn allow_connections(config: &AggregatorConfig) -> Result<(), AggregatorError> {
     // chunk buffer and its path; a lane has its signal, its poller and its tiles.
     let each_client = 2 + streams * (2 + path);
     let each_lane = 2 + limits::MEAN_TILES as u64 + 1;
-    let wanted = limits::OWN_DESCRIPTORS + streams * each_lane + clients * each_client;
-    let limit = process::allow_open_files(wanted);
-    match limit < wanted {
-        true => Err(AggregatorError::OpenFiles { clients: config.clients, wanted, limit }),
-        false => Ok(()),
-    }
+    limits::OWN_DESCRIPTORS + streams * each_lane + clients * each_client
+}
+
+/// A visitor's socket is held twice, and that of another one by a thread that was made to leave.
+const EACH_VISITOR: u64 = 3;
+
+/// Those who are late hold one each.
+const VISITORS_DESCRIPTORS: u64 =
+    EACH_VISITOR * limits::MAX_VISITORS as u64 + limits::MAX_LATE as u64;
+
+/// How many visitors there may be, so that they do not take the descriptors of clients.
+fn visitors_within(descriptors: u64) -> usize {
+    let visitors = descriptors.saturating_sub(limits::MAX_LATE as u64) / EACH_VISITOR;
+    // At most `MAX_VISITORS`.
+    visitors.min(limits::MAX_VISITORS as u64).max(limits::MIN_VISITORS as u64) as usize
 }
 
 /// What the thread that reads a client's control channel shares with the lanes.
@@ -434,6 +461,8 @@ pub struct Session {
     unsent: bool,
     /// Where the session is kept on disk.
     kept: Option<Kept>,
+    /// How the newest round averages.
+    averaging: Averaging,
     experience: Experience,
     phases: Vec<Phase>,
     /// What was found in the updates of the newest round.
@@ -553,13 +582,11 @@ fn read_client(
     shared: &PeerShared,
     events: &Sender<Event>,
 ) {
+    let unheard = Quota::new(limits::MAX_UNHEARD_BYTES);
     loop {
-        let event = match reader.read(limits::MAX_FRAME_BYTES) {
-            Ok(message) => match note(message, shared) {
-                Ok(None) => continue,
-                Ok(Some(message)) => Event::Message { connection, message },
-                Err(error) => Event::Lost { connection, error: error.into() },
-            },
+        let event = match hear(&mut reader, shared, &unheard) {
+            Ok(None) => continue,
+            Ok(Some((message, share))) => Event::Message { connection, message, _unheard: share },
             Err(error) => Event::Lost { connection, error },
         };
         let last = matches!(event, Event::Lost { .. });
@@ -567,6 +594,19 @@ fn read_client(
             return;
         }
     }
+}
+
+/// Reads one message, and gives it with its share of what may wait to be heard, if the session must
+/// decide on it.
+fn hear(
+    reader: &mut Reader,
+    shared: &PeerShared,
+    unheard: &Arc<Quota>,
+) -> Result<Option<(ClientMessage, Share)>, ControlError> {
+    let bytes = reader.read_length(limits::MAX_SHORT_FRAME_BYTES)?;
+    let Some(message) = note(reader.read_body(bytes)?, shared)? else { return Ok(None) };
+    let share = unheard.take(bytes + limits::UNHEARD_BYTES).ok_or(ProtocolError::Flood)?;
+    Ok(Some((message, share)))
 }
 
 /// Takes what concerns the lanes; gives back what the session must decide on.

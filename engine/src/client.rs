@@ -21,6 +21,7 @@ use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::Phase;
 use crate::paths::{ReceiveKind, SendKind};
+use crate::quota::Share;
 use crate::region::Region;
 use crate::signal::Signal;
 use crate::sink::file::ModelFile;
@@ -148,7 +149,11 @@ impl ClientShared {
 }
 
 enum Event {
-    Message(AggregatorMessage),
+    Message {
+        message: AggregatorMessage,
+        /// Given back when somebody has heard it.
+        _unheard: Share,
+    },
     /// The connection broke; it is dialled again.
     Down,
     /// There is a new connection.
@@ -160,10 +165,7 @@ enum Event {
     /// From a lane that sends.
     SendBroken(SendBroken),
     /// From a lane that receives.
-    Received {
-        lane: usize,
-        report: ReceiveReport,
-    },
+    Received { lane: usize, report: ReceiveReport },
 }
 
 /// How far a client is, for progress displays.
@@ -551,11 +553,11 @@ impl Line {
 
     fn understand(&mut self, event: Event) -> Result<Option<Notice>, ClientError> {
         Ok(Some(match event {
-            Event::Message(AggregatorMessage::Failed { reason }) => {
+            Event::Message { message: AggregatorMessage::Failed { reason }, .. } => {
                 let (address, reason) = (self.address.clone(), printable(&reason));
                 return Err(ClientError::Ended { address, reason });
             }
-            Event::Message(message) => Notice::Message(message),
+            Event::Message { message, .. } => Notice::Message(message),
             Event::Down => {
                 self.hang_up();
                 self.early.clear();

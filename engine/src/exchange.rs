@@ -18,7 +18,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::aggregator::door::{Door, Reception};
-use crate::aggregator::{Aggregator, AggregatorConfig, Averaging, Session, default_streams};
+use crate::aggregator::{
+    Aggregator, AggregatorConfig, Averaging, Session, default_streams, descriptors_of,
+};
 use crate::control::{self, Congestion};
 use crate::error::{AggregatorError, ExchangeError};
 use crate::lane::receive::Order;
@@ -34,7 +36,7 @@ use crate::wire::hello::Secret;
 
 pub use client::{Deposit, LineConfig, call, fetch};
 pub use local::average;
-use places::Places;
+use places::{Places, Served};
 
 /// A model or update in a region, with the checksums of its chunks.
 pub struct Parcel {
@@ -129,6 +131,9 @@ pub struct ExchangeConfig {
     pub streams: usize,
     /// Congestion control of the data channels.
     pub congestion: Congestion,
+    /// Bytes of the largest update that is taken: memory is set aside for what a client says that its
+    /// update has.
+    pub max_update_bytes: u64,
 }
 
 impl Default for ExchangeConfig {
@@ -137,6 +142,7 @@ impl Default for ExchangeConfig {
             deadline: limits::DEADLINE,
             streams: default_streams(),
             congestion: Congestion::Auto,
+            max_update_bytes: limits::MAX_MODEL_BYTES,
         }
     }
 }
@@ -188,10 +194,11 @@ impl Exchange {
         let listener = control::listen(&address, &config.congestion).map_err(listen)?;
         let bound = listener.local_addr().map_err(listen)?;
         // As many as the host allows; more clients than that have to come one after the other.
-        process::allow_open_files(limits::EXCHANGE_DESCRIPTORS);
+        let descriptors = process::allow_open_files(limits::EXCHANGE_DESCRIPTORS);
         let pool = Arc::new(RegionPool::default());
-        let places =
-            Arc::new(Places::new(session_config(&config, Averaging::Discard), pool.clone()));
+        let serving = session_config(&config, Averaging::Discard);
+        let served = Served::new(most_served(&serving, descriptors));
+        let places = Arc::new(Places::new(serving, config.max_update_bytes, served, pool.clone()));
         let reception = places.clone();
         let keeper = places.clone();
         let reception = Reception {
@@ -199,7 +206,8 @@ impl Exchange {
             welcome: Box::new(move |visit| reception.receive(visit)),
         };
         let door =
-            Door::open(listener, config.congestion.clone(), None, reception).map_err(listen)?;
+            Door::open(listener, config.congestion.clone(), None, limits::MAX_VISITORS, reception)
+                .map_err(listen)?;
         let door = Arc::new(door);
         places.open(&door, bound)?;
         Ok(Exchange { config, address: bound, pool, places, door })
@@ -372,6 +380,13 @@ fn session_config(config: &ExchangeConfig, averaging: Averaging) -> AggregatorCo
         updates: UpdatePolicy { on_nonfinite: OnNonfinite::Keep, clip_norm: None },
         ..AggregatorConfig::default()
     }
+}
+
+/// How many clients a model can be sent to at once, with half of the descriptors: the other half is for
+/// updates and visitors.
+fn most_served(config: &AggregatorConfig, descriptors: u64) -> usize {
+    let most = descriptors / 2 / descriptors_of(config).max(1);
+    most.clamp(1, limits::MAX_SERVED as u64) as usize
 }
 
 /// Finds the client that an error names.

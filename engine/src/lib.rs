@@ -23,6 +23,7 @@ pub mod manifest;
 pub mod meter;
 pub mod paths;
 pub mod probe;
+mod quota;
 pub mod receiver;
 pub mod reducer;
 pub mod reference;

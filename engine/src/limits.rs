@@ -79,6 +79,17 @@ pub const PASSED_OVER: u32 = 8;
 /// Longest control message: one that holds the longest header.
 pub const MAX_FRAME_BYTES: u64 = MAX_HEADER_BYTES + (64 << 10);
 
+/// Longest message between those who have agreed on a model: so many checksums or ranges as below, or a
+/// text. Only a header is longer, and that comes with the first message or with the plan.
+pub const MAX_SHORT_FRAME_BYTES: u64 = 64 << 10;
+
+/// Bytes of one client's messages that may wait until the session has time for them: it may be
+/// averaging for minutes. A client says a few hundred bytes in that time.
+pub const MAX_UNHEARD_BYTES: u64 = 1 << 20;
+
+/// What a message that waits takes beside its own bytes.
+pub const UNHEARD_BYTES: u64 = 64;
+
 /// Checksums in one control message, 32 KiB of them: signs of life wait no longer than that takes.
 pub const SUMS_PER_MESSAGE: usize = 4096;
 
@@ -92,6 +103,10 @@ pub const SUMS_ASKED: usize = 16;
 /// How often a chunk that does not match its checksum is asked for again: whatever changes it each
 /// time is no accident.
 pub const MAX_REPEATS: u32 = 3;
+
+/// How often a client may ask for each chunk of a model over one connection, on average: for its bytes, for
+/// its checksum, and both again whenever it did not match.
+pub const MAX_ASKED: usize = 2 * (1 + MAX_REPEATS as usize);
 
 /// Descriptors that an aggregator has besides those of its clients: standard streams, listener,
 /// regions, pollers.
@@ -127,6 +142,12 @@ pub const SLOWEST_LINK_BYTES_S: u64 = 125_000;
 /// Visitors that may be about to say who they are, at once.
 pub const MAX_VISITORS: usize = 256;
 
+/// Visitors that there is always room for, where open files are few.
+pub const MIN_VISITORS: usize = 8;
+
+/// Threads that serve visitors: those that were made to leave need a moment for it.
+pub const MAX_VISITOR_THREADS: u64 = 2 * MAX_VISITORS as u64;
+
 /// Clients beyond those that an aggregator waits for that may be about to be refused: it may be busy.
 pub const MAX_LATE: usize = 64;
 
@@ -135,6 +156,12 @@ pub const USUAL_FRAME_BYTES: u64 = 256 << 10;
 
 /// Bytes of visitors' first messages that are read at once, beyond which longer ones are refused.
 pub const MAX_VISITORS_BYTES: u64 = 2 * MAX_FRAME_BYTES;
+
+/// Bytes of headers that clients hold who have asked to join and whom nobody has looked at yet.
+pub const MAX_JOINED_BYTES: u64 = 8 * MAX_FRAME_BYTES;
+
+/// Lines about visitors that are logged in one second; more are counted only.
+pub const MAX_COMPLAINTS: u32 = 20;
 
 /// Silence after which a peer is given up: longer than a congested link or a busy host pauses.
 pub const DEADLINE: Duration = Duration::from_secs(30);

@@ -22,19 +22,28 @@ pub struct Region {
     position: u64,
     bytes: usize,
     name: Option<String>,
+    content: Content,
+}
+
+/// Whose bytes stand in a region of a pool.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Content {
+    /// Nobody's: it is as the kernel made it.
+    Zeros,
+    /// Only those of whom it was lent to.
+    Of(String),
+    /// Anybody's.
+    Any,
 }
 
 impl Region {
     /// Makes a zeroed region. Fails, before anything is taken, when host or cgroup lack the memory.
     pub fn new(bytes: u64) -> Result<Region, RegionError> {
-        let (available, bound) = process::available_memory();
-        if bytes.saturating_add(limits::MEMORY_RESERVE_BYTES) > available {
-            return Err(RegionError::NoMemory { wanted: bytes, available, bound });
-        }
+        check_room(bytes, 0)?;
         let mapping = Self::map(bytes).map_err(|source| RegionError::Map { bytes, source })?;
         let bytes = usize::try_from(bytes)
             .map_err(|_| RegionError::Map { bytes, source: io::ErrorKind::OutOfMemory.into() })?;
-        Ok(Region { mapping, start: 0, position: 0, bytes, name: None })
+        Ok(Region { mapping, start: 0, position: 0, bytes, name: None, content: Content::Zeros })
     }
 
     /// `bytes` bytes of a memory file that another process made, from `position` on.
@@ -59,7 +68,7 @@ impl Region {
         let mapping = Mapping::adopt(file, first_page, end - first_page).map_err(map)?;
         // Both are within the mapping, which exists.
         let (start, bytes) = ((position - first_page) as usize, bytes as usize);
-        Ok(Region { mapping, start, position, bytes, name: None })
+        Ok(Region { mapping, start, position, bytes, name: None, content: Content::Any })
     }
 
     /// Says which file of a directory it is.
@@ -126,6 +135,16 @@ impl Region {
     }
 }
 
+/// Whether the host, and `free` bytes that this process could give back, have room for so much.
+fn check_room(wanted: u64, free: u64) -> Result<(), RegionError> {
+    let (available, bound) = process::available_memory();
+    let available = available.saturating_add(free);
+    match wanted.saturating_add(limits::MEMORY_RESERVE_BYTES) > available {
+        true => Err(RegionError::NoMemory { wanted, available, bound }),
+        false => Ok(()),
+    }
+}
+
 /// Warm regions that outlive a round. First touch of memory costs more than the network, so a
 /// region is made once and taken again.
 #[derive(Default)]
@@ -148,14 +167,40 @@ impl RegionPool {
     }
 
     /// A region of exactly `bytes` bytes: a warm one where there is one, a new one otherwise.
-    /// What stood in a warm region is still there. A region that fitted none of many that had to be
-    /// made new goes back to the host: the model has changed.
+    /// What stood in a warm region is still there, so it is for those who write every byte before they let
+    /// anybody read: others get it by [`RegionPool::lend`]. A region that fitted none of many that had
+    /// to be made new goes back to the host: the model has changed.
     ///
     /// # Errors
     /// As [`Region::new`].
     pub fn take(&self, bytes: u64) -> Result<Region, RegionError> {
+        let mut region = self.find(bytes, &Content::Any)?;
+        region.content = Content::Any;
+        Ok(region)
+    }
+
+    /// The same for `owner`, who could read what was never written by it: zeroed, unless nobody else's bytes
+    /// have stood in it.
+    ///
+    /// # Errors
+    /// As [`Region::new`].
+    pub fn lend(&self, bytes: u64, owner: &str) -> Result<Region, RegionError> {
+        let content = Content::Of(owner.to_owned());
+        let mut region = self.find(bytes, &content)?;
+        if region.content != content && region.content != Content::Zeros {
+            // Also what is behind the region's end: the file can be mapped whole.
+            region.mapping.bytes_mut().0.fill(0);
+        }
+        region.content = content;
+        Ok(region)
+    }
+
+    /// A region as it was given back, one with this content first; or a new one.
+    fn find(&self, bytes: u64, content: &Content) -> Result<Region, RegionError> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(index) = free.iter().position(|free| free.region.bytes as u64 == bytes) {
+        let fits = |free: &Free| free.region.bytes as u64 == bytes;
+        let best = free.iter().position(|free| fits(free) && free.region.content == *content);
+        if let Some(index) = best.or_else(|| free.iter().position(fits)) {
             return Ok(free.swap_remove(index).region);
         }
         free.iter_mut().for_each(|free| free.passed_over += 1);
@@ -182,9 +227,26 @@ impl RegionPool {
     /// # Errors
     /// As [`Region::new`].
     pub fn warm(&self, sizes: impl Iterator<Item = u64>) -> Result<(), RegionError> {
-        let regions = sizes.map(|bytes| self.take(bytes)).collect::<Result<Vec<_>, _>>()?;
-        regions.into_iter().for_each(|region| self.give_back(region));
+        let untouched = |bytes| self.find(bytes, &Content::Zeros);
+        let regions = sizes.map(untouched).collect::<Result<Vec<_>, _>>()?;
+        // Nobody has written to those that were made new.
+        regions.into_iter().for_each(|region| self.keep(region));
         Ok(())
+    }
+
+    /// Whether there is room for regions of these sizes, as far as that is known now.
+    ///
+    /// # Errors
+    /// [`RegionError::NoMemory`].
+    pub fn check_room(&self, sizes: impl Iterator<Item = u64>) -> Result<(), RegionError> {
+        let wanted = sizes.fold(0, u64::saturating_add);
+        let Some(directory) = &self.directory else { return check_room(wanted, self.free_bytes()) };
+        let available = directory.available_bytes();
+        let bound = format!("the disk of {}", directory.path().display());
+        match wanted > available {
+            true => Err(RegionError::NoMemory { wanted, available, bound }),
+            false => Ok(()),
+        }
     }
 
     /// Gives all free regions back to the host.
@@ -209,7 +271,15 @@ impl RegionPool {
     }
 
     /// Keeps `region` for the next [`RegionPool::take`].
-    pub fn give_back(&self, region: Region) {
+    pub fn give_back(&self, mut region: Region) {
+        if region.content == Content::Zeros {
+            // Whoever made it may have written to it.
+            region.content = Content::Any;
+        }
+        self.keep(region);
+    }
+
+    fn keep(&self, region: Region) {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         free.push(Free { region, passed_over: 0 });
     }

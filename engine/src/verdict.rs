@@ -32,7 +32,8 @@ pub struct UpdatePolicy {
     pub clip_norm: Option<f64>,
 }
 
-/// What was found in an update.
+/// What was found in an update. Of one that was rejected before it was whole, this is what was found in the
+/// chunks that had come.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Summary {
     /// Its size in bytes.
@@ -191,27 +192,40 @@ impl Findings {
         manifest: &Manifest,
         chunks: &ChunkTable,
     ) -> Result<Summary, ReducerError> {
-        let (mut nonfinite, mut squares, mut first) = (0, 0.0, None);
-        for chunk in 0..chunks.len() {
-            let slot = self.chunks.get(chunk).ok_or(ReducerError::NotInspected { chunk })?;
-            let found = slot.nonfinite.load(Relaxed);
-            if found == UNKNOWN {
-                return Err(ReducerError::NotInspected { chunk });
-            }
-            if found > 0 && first.is_none() {
-                first = place(manifest, chunks, chunk, found & u64::from(u32::MAX));
-            }
-            nonfinite += found >> 32;
-            squares += f64::from_bits(slot.squares.load(Relaxed));
+        match (0..chunks.len()).find(|&chunk| self.found(chunk).is_none()) {
+            Some(chunk) => Err(ReducerError::NotInspected { chunk }),
+            None => Ok(self.so_far(manifest, chunks)),
         }
-        let runs = manifest.runs().iter();
-        Ok(Summary {
-            bytes: manifest.data_bytes(),
-            elements: runs.map(|run| (run.range.end - run.range.start) * 8 / bits(run.dtype)).sum(),
-            nonfinite,
-            first_nonfinite: first,
-            norm: (!squares.is_nan()).then(|| squares.sqrt()),
-        })
+    }
+
+    /// All that was found in the chunks that have been inspected, once no lane notes any more. The norm
+    /// is that of these chunks.
+    pub fn so_far(&self, manifest: &Manifest, chunks: &ChunkTable) -> Summary {
+        let mut squares = 0.0;
+        let mut summary =
+            Summary { bytes: 0, elements: 0, nonfinite: 0, first_nonfinite: None, norm: None };
+        for index in 0..chunks.len() {
+            let Some((found, of_chunk)) = self.found(index) else { continue };
+            if found > 0 && summary.first_nonfinite.is_none() {
+                summary.first_nonfinite =
+                    place(manifest, chunks, index, found & u64::from(u32::MAX));
+            }
+            let chunk = chunks.get(index);
+            summary.bytes += chunk.length() as u64;
+            summary.elements += chunk.length() as u64 * 8 / bits(chunk.dtype);
+            summary.nonfinite += found >> 32;
+            squares += of_chunk;
+        }
+        summary.norm = (!squares.is_nan()).then(|| squares.sqrt());
+        summary
+    }
+
+    /// What a chunk's slot holds, if it was inspected.
+    fn found(&self, chunk: usize) -> Option<(u64, f64)> {
+        let slot = self.chunks.get(chunk)?;
+        let nonfinite = slot.nonfinite.load(Relaxed);
+        let squares = f64::from_bits(slot.squares.load(Relaxed));
+        (nonfinite != UNKNOWN).then_some((nonfinite, squares))
     }
 }
 

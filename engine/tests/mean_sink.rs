@@ -67,7 +67,9 @@ fn averaged(
     let runs = manifest.runs().iter().map(|run| (run.dtype, run.range.clone()));
     let layout = AccumulatorLayout::new(runs).unwrap();
     let mut accumulator = Region::new(layout.bytes()).unwrap();
-    let mut model = vec![0; manifest.data_bytes() as usize];
+    // What another session left in warm memory is not seen.
+    accumulator.bytes_mut().0.fill(0xaa);
+    let mut model = vec![0xaa; manifest.data_bytes() as usize];
     let mut sums = vec![0; chunks.len()];
     let tiles = TileMemory::default();
     let in_place = layout.is_in_place();
@@ -87,6 +89,7 @@ fn averaged(
         sink.accept(client, &chunks.get(index), &mut buffer).unwrap();
         assert!(buffer.bytes().len() as u64 >= CHUNK_BYTES);
     }
+    sink.end().unwrap();
     drop(sink);
     if in_place {
         model.copy_from_slice(accumulator.bytes());
@@ -144,4 +147,33 @@ proptest! {
             prop_assert_eq!(*sum, chunk_sum(&mean[bytes.start as usize..bytes.end as usize]));
         }
     }
+}
+
+/// What stood in warm memory before would be taken for a part of the mean.
+#[test]
+fn a_mean_that_is_not_written_whole_is_an_error() {
+    let manifest = model(&[Dtype::F32, Dtype::F32]);
+    let chunks = manifest.chunks(CHUNK_BYTES).unwrap();
+    let layout = AccumulatorLayout::of(&manifest).unwrap();
+    let weights = Weights::new(&[1.0, 1.0]).unwrap();
+    let (tiles, range) = (TileMemory::default(), 0..chunks.len());
+    let mut accumulator = Region::new(layout.bytes()).unwrap();
+    let mut sums = vec![0; chunks.len()];
+    let slices = MeanSlices {
+        accumulator: Some(accumulator.bytes_mut().0),
+        model: None,
+        sums: &mut sums,
+        tiles: &tiles,
+        wave: None,
+    };
+    let mut sink = MeanSink::new(&weights, &layout, &chunks, &range, slices).unwrap();
+    for (client, index) in (0..2).flat_map(|client| range.clone().map(move |index| (client, index)))
+    {
+        if (client, index) != (1, 2) {
+            let chunk = chunks.get(index);
+            sink.add(client, &chunk, &vec![0; chunk.length()]).unwrap();
+        }
+    }
+    let error = sink.end().unwrap_err().to_string();
+    assert!(error.contains("the mean of chunk 2 is not written"), "{error}");
 }

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
 
 use fedlane::limits::PASSED_OVER;
 use fedlane::region::{Region, RegionPool};
@@ -121,4 +122,54 @@ fn nobody_can_make_a_region_on_base_pages_shorter() {
     assert!(file.set_len(0).is_err());
     assert!(file.set_len(2 * PAGE).is_err());
     assert_eq!(file.metadata().unwrap().len(), PAGE);
+}
+
+#[test]
+fn who_borrows_memory_sees_nothing_of_others() {
+    let pool = RegionPool::default();
+    pool.give_back(marked(PAGE));
+    let region = pool.lend(PAGE, "run 1").unwrap();
+    assert!(region.bytes().iter().all(|byte| *byte == 0), "what a session left there is seen");
+    let mut file = File::from(region.file().try_clone_to_owned().unwrap());
+    let write = |file: &mut File| file.write_all_at(&[7; PAGE as usize], 0).unwrap();
+    write(&mut file);
+    pool.give_back(region);
+    // Its own is still there: to make it zero would cost time for nothing.
+    let region = pool.lend(PAGE, "run 1").unwrap();
+    assert!(is_marked(&region));
+    pool.give_back(region);
+    let region = pool.lend(PAGE, "run 2").unwrap();
+    assert!(region.bytes().iter().all(|byte| *byte == 0), "what another run left there is seen");
+    write(&mut file);
+    pool.give_back(region);
+    // In between it belonged to a session of this process.
+    pool.give_back(pool.take(PAGE).unwrap());
+    let region = pool.lend(PAGE, "run 2").unwrap();
+    assert!(region.bytes().iter().all(|byte| *byte == 0), "a session's bytes are seen");
+}
+
+/// A file is as large as its pages: what stands behind the end of the region is made zero too.
+#[test]
+fn nor_behind_the_end() {
+    let pool = RegionPool::default();
+    let region = pool.lend(PAGE - 96, "run 1").unwrap();
+    let file = File::from(region.file().try_clone_to_owned().unwrap());
+    file.write_all_at(&[7; 96], PAGE - 96).unwrap();
+    pool.give_back(region);
+    let _region = pool.lend(PAGE - 96, "run 2").unwrap();
+    let mut behind = [1; 96];
+    file.read_exact_at(&mut behind, PAGE - 96).unwrap();
+    assert_eq!(behind, [0; 96]);
+}
+
+/// Each borrower gets back what was its own, whoever was here last.
+#[test]
+fn memory_that_was_warmed_or_lent_is_not_made_zero_without_need() {
+    let pool = RegionPool::default();
+    let (first, second) = (pool.lend(PAGE, "a").unwrap(), pool.lend(PAGE, "b").unwrap());
+    let places = [first.bytes().as_ptr(), second.bytes().as_ptr()];
+    pool.give_back(first);
+    pool.give_back(second);
+    let (second, first) = (pool.lend(PAGE, "b").unwrap(), pool.lend(PAGE, "a").unwrap());
+    assert_eq!([first.bytes().as_ptr(), second.bytes().as_ptr()], places);
 }

@@ -240,3 +240,31 @@ fn reports_say_the_weight_in_the_mean() {
     assert_eq!(weight(0, f64::INFINITY), 0.0);
     assert_eq!(weight(1, 0.5), 0.0);
 }
+
+/// Of an update that is rejected while it comes.
+#[test]
+fn what_came_of_an_update_is_summed_up() {
+    let manifest = manifest();
+    let chunks = manifest.chunks(MIN_CHUNK_BYTES).unwrap();
+    let mut bytes = model(&manifest);
+    set_nan(&manifest, &mut bytes, "half", 7);
+    set_nan(&manifest, &mut bytes, "half", 9);
+    set_nan(&manifest, &mut bytes, "double", 0);
+    let findings = Findings::new(chunks.len());
+    assert_eq!(findings.so_far(&manifest, &chunks).elements, 0);
+    // Up to the chunk with the second tensor's.
+    let half = manifest.tensors().iter().find(|tensor| tensor.name == "half").unwrap();
+    let last =
+        (0..chunks.len()).find(|&i| chunks.get(i).bytes.contains(&half.range.start)).unwrap();
+    let order: Vec<usize> = (0..=last).collect();
+    note(&findings, &chunks, &bytes, &order, false);
+    let found = findings.so_far(&manifest, &chunks);
+    assert_eq!(found.bytes, chunks.get(last).bytes.end);
+    assert!(findings.summary(&manifest, &chunks).is_err(), "not all of it came");
+    assert_eq!(found.nonfinite, 2);
+    assert_eq!(found.first_nonfinite, Some(Place { tensor: "half".into(), index: 7 }));
+    let policy = UpdatePolicy::default();
+    let report = policy.report("c".into(), 1, 40.0, found);
+    assert_eq!(report.verdict, Verdict::Rejected(Rejection::Nonfinite));
+    assert_eq!(report.weight, 0.0);
+}

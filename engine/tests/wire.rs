@@ -59,8 +59,13 @@ fn the_document_shows_the_golden_bytes() {
 #[test]
 fn the_document_names_the_numbers_in_force() {
     let text = std::fs::read_to_string(from_root("docs/WIRE.md")).unwrap();
-    let numbers: [(&str, u64); 17] = [
+    let numbers: [(&str, u64); 22] = [
         ("MAX_FRAME_BYTES", limits::MAX_FRAME_BYTES),
+        ("MAX_SHORT_FRAME_BYTES", limits::MAX_SHORT_FRAME_BYTES),
+        ("MAX_UNHEARD_BYTES", limits::MAX_UNHEARD_BYTES),
+        ("MAX_ASKED", limits::MAX_ASKED as u64),
+        ("MAX_JOINED_BYTES", limits::MAX_JOINED_BYTES),
+        ("MAX_LATE", limits::MAX_LATE as u64),
         ("MAX_HEADER_BYTES", limits::MAX_HEADER_BYTES),
         ("MAX_TENSORS", limits::MAX_TENSORS as u64),
         ("MAX_TENSOR_NAME_BYTES", limits::MAX_TENSOR_NAME_BYTES as u64),

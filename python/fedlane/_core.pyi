@@ -2,7 +2,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, final
+from typing import Any, Literal, Self, TypeAlias, TypedDict, final
 
 __all__ = [
     "Aggregator",
@@ -86,6 +86,20 @@ class Region:
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
 
+class _Update(TypedDict):
+    client: str
+    round: int
+    bytes: int
+    elements: int
+    nonfinite: int
+    first_nonfinite: tuple[str, int] | None
+    norm: float | None
+    counted: bool
+    rejected: Literal["nonfinite", "too_large"] | None
+    clip_factor: float
+    zeroed: bool
+    weight: float
+
 @final
 class Aggregator:
     def __new__(
@@ -93,15 +107,27 @@ class Aggregator:
         address: str,
         *,
         clients: int,
+        min_clients: int | None = None,
         rounds: int = 1,
         order: Literal["arrival", "client"] = "arrival",
         deadline_ms: int = 30_000,
+        round_deadline: float | None = None,
+        reconnect: float | None = None,
+        on_nonfinite: Literal["reject", "zero", "keep"] = "reject",
+        clip_norm: float | None = None,
+        max_model_bytes: int | None = None,
         progress: _Progress | None = None,
         secret: bytes | None = None,
         insecure: bool = False,
     ) -> Self: ...
     @property
     def address(self) -> str: ...
+    @property
+    def counted(self) -> list[str]: ...
+    @property
+    def left_out(self) -> dict[str, str]: ...
+    @property
+    def updates(self) -> list[_Update]: ...
     def gather(self, model: Region | None = None) -> dict[str, float]: ...
     def round(self) -> Region: ...
     def collect(self) -> Region: ...
@@ -166,8 +192,11 @@ class Pool:
     """Warm memory: what was used and given back serves again."""
 
     def __new__(cls) -> Self: ...
-    def take(self, nbytes: int) -> Memory:
-        """Memory of ``nbytes`` bytes, which goes back to the pool when nothing refers to it."""
+    def take(self, nbytes: int, owner: str | None = None) -> Memory:
+        """Memory of ``nbytes`` bytes, which goes back to the pool when nothing refers to it.
+
+        Nobody but ``owner`` has ever written to it; without one, any bytes may stand in it.
+        """
 
     def warm(self, nbytes: int, count: int) -> None:
         """Makes sure that ``count`` pieces of ``nbytes`` bytes are free, while nobody waits for them."""
@@ -228,7 +257,13 @@ class Exchange:
     """A listening port where models are offered and updates are awaited. Keys are 32 secret bytes."""
 
     def __new__(
-        cls, host: str, port: int, *, deadline_s: float = 30.0, streams: int | None = None
+        cls,
+        host: str,
+        port: int,
+        *,
+        deadline_s: float = 30.0,
+        streams: int | None = None,
+        max_update_bytes: int | None = None,
     ) -> Self: ...
     @property
     def port(self) -> int:

@@ -239,7 +239,8 @@ class Desk:
     def _memory(self, request: dict, _fd: int | None) -> Message:
         if request.get("spare") and not self._pool.has_spare(request["nbytes"]):
             raise ValueError("the host has no memory to spare")
-        self._lease = self._pool.memory.take(request["nbytes"])
+        # What another run's client left there is not this one's to see.
+        self._lease = self._pool.memory.take(request["nbytes"], str(request["owner"]))
         return {}, self._lease.fileno()
 
     def _deposit(self, request: dict, fd: int | None) -> Message:

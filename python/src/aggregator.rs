@@ -9,6 +9,7 @@ use fedlane::error::AggregatorError;
 use fedlane::lane::receive::Order;
 use fedlane::limits;
 use fedlane::manifest::Manifest;
+use fedlane::verdict::{OnNonfinite, Rejection, UpdatePolicy, UpdateReport, Verdict};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -20,8 +21,9 @@ use crate::region::Region;
 
 /// The process that averages: it listens, waits for its clients and runs rounds.
 ///
-/// Aggregator(address, *, clients, rounds=1, order="arrival", deadline_ms=30000, progress=None,
-/// secret=None, insecure=False) listens at once. `address` is "HOST:PORT"; port 0 takes a free one, and 0.0.0.0 lets other
+/// Aggregator(address, *, clients, min_clients=None, rounds=1, order="arrival", deadline_ms=30000,
+/// round_deadline=None, reconnect=None, on_nonfinite="reject", clip_norm=None, max_model_bytes=None,
+/// progress=None, secret=None, insecure=False) listens at once. `address` is "HOST:PORT"; port 0 takes a free one, and 0.0.0.0 lets other
 /// machines in. `clients` is how many are waited for, `rounds` how many rounds there will be.
 /// order="client" adds the clients' updates up in the order of their names, so that the mean has the
 /// same bits whoever comes first. A peer that is silent for `deadline_ms` milliseconds is given up.
@@ -39,8 +41,19 @@ use crate::region::Region;
 /// `progress` is called as progress(phase, client, done_bytes, total_bytes) every 50 ms while bytes
 /// move, and at the end of each phase, "upload" or "download". What it raises ends the session.
 ///
-/// A client whose connection breaks may come back within the deadline and goes on where it was. One
-/// that does not, or that lies, ends the session for all, with a PeerError that names it.
+/// A client whose connection breaks may come back within `reconnect` seconds (the deadline if not said, 0
+/// for never) and goes on where it was. One that does not, or that lies, is left out if `min_clients`
+/// are left (all of them if not said); otherwise it ends the session for all, with a PeerError that
+/// names it. `round_deadline` is how many seconds a round waits for updates, training included, before
+/// it goes on without those that are late, and how long gather() waits before it begins with
+/// `min_clients`; None waits for ever. `counted`, `left_out` and `updates` say what came of a round.
+///
+/// `on_nonfinite` says what happens to an update with elements that are NaN or infinite: "reject"
+/// leaves it out whole, "zero" makes them zero, "keep" counts them as they are. With `clip_norm`, an
+/// update whose Euclidean norm, measured from the model sent before, is larger, is scaled down to it;
+/// updates are then received whole before they are averaged, which takes memory for all of them.
+/// `max_model_bytes` is how large a model the first client may bring to gather().
+///
 /// After any error of a call, the session has ended; only ModelError from send() and wrong use leave
 /// it as it was.
 ///
@@ -52,6 +65,27 @@ pub struct Aggregator {
     canceller: Canceller,
     progress: Option<Py<PyAny>>,
     state: Mutex<State>,
+    /// Of the newest round.
+    outcome: Mutex<Outcome>,
+}
+
+/// What came of a round.
+#[derive(Clone, Default)]
+struct Outcome {
+    counted: Vec<String>,
+    left_out: Vec<(String, String)>,
+    updates: Vec<UpdateReport>,
+}
+
+impl Outcome {
+    fn of(session: &Session) -> Outcome {
+        let owned = |(name, why): (&str, &str)| (name.to_owned(), why.to_owned());
+        Outcome {
+            counted: session.counted().map(str::to_owned).collect(),
+            left_out: session.left_out().map(owned).collect(),
+            updates: session.updates().to_vec(),
+        }
+    }
 }
 
 enum State {
@@ -69,6 +103,10 @@ const FAILED: &str = "the session has ended with an error before";
 const FINISHED: &str = "the session is finished";
 
 impl Aggregator {
+    fn outcome(&self) -> Outcome {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -131,6 +169,7 @@ impl Aggregator {
             session.round()?;
             if sends { session.broadcast() } else { Ok(()) }
         })?;
+        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Outcome::of(&session);
         let model = session.model().expect("a round that streams makes a model");
         let manifest = Arc::new(session.manifest().clone());
         self.put_back(State::Session(session, done + 1));
@@ -139,9 +178,12 @@ impl Aggregator {
 
     fn send_frozen(&self, py: Python<'_>, region: &Region) -> PyResult<()> {
         let (session, done) = self.take_session()?;
-        if let Some(difference) = session.manifest().first_difference(region.manifest()) {
+        let (memory, manifest) = (region.memory().clone(), region.manifest().clone());
+        let check = move || (session.check_model(&manifest, memory.bytes()), session);
+        let (checked, session) = py.detach(check);
+        if let Err(error) = checked {
             self.put_back(State::Session(session, done));
-            return Err(AggregatorError::Initial { difference }).or_raise();
+            return Err(error).or_raise();
         }
         let (memory, manifest) = (region.memory().clone(), region.manifest().clone());
         let (session, done) = self.call(py, (session, done), &["download"], move |session| {
@@ -179,15 +221,21 @@ impl State {
 #[pymethods]
 impl Aggregator {
     #[new]
-    #[pyo3(signature = (address, *, clients, rounds=1, order="arrival", deadline_ms=30_000, progress=None, secret=None, insecure=false))]
+    #[pyo3(signature = (address, *, clients, min_clients=None, rounds=1, order="arrival", deadline_ms=30_000, round_deadline=None, reconnect=None, on_nonfinite="reject", clip_norm=None, max_model_bytes=None, progress=None, secret=None, insecure=false))]
     #[allow(clippy::too_many_arguments)] // They have names in Python.
     fn new(
         py: Python<'_>,
         address: String,
         clients: usize,
+        min_clients: Option<usize>,
         rounds: u32,
         order: &str,
         deadline_ms: u64,
+        round_deadline: Option<f64>,
+        reconnect: Option<f64>,
+        on_nonfinite: &str,
+        clip_norm: Option<f64>,
+        max_model_bytes: Option<u64>,
         progress: Option<Py<PyAny>>,
         secret: Option<[u8; 32]>,
         insecure: bool,
@@ -200,13 +248,34 @@ impl Aggregator {
                 return Err(PyValueError::new_err(text));
             }
         };
+        let on_nonfinite = match on_nonfinite {
+            "reject" => OnNonfinite::Reject,
+            "zero" => OnNonfinite::Zero,
+            "keep" => OnNonfinite::Keep,
+            other => {
+                let text =
+                    format!("on_nonfinite is \"reject\", \"zero\" or \"keep\", not {other:?}");
+                return Err(PyValueError::new_err(text));
+            }
+        };
         let deadline = Duration::from_millis(deadline_ms);
+        let round_deadline =
+            round_deadline.map(|value| seconds("round_deadline", value)).transpose()?;
+        if round_deadline.is_some_and(|deadline| deadline.is_zero()) {
+            return Err(PyValueError::new_err("round_deadline must be more than 0 seconds"));
+        }
+        let reconnect = reconnect.map(|value| seconds("reconnect", value)).transpose()?;
         let secret = blocking::check_secret(secret)?;
         let config = AggregatorConfig {
             clients,
+            min_clients,
             rounds,
             order,
             deadline,
+            round_deadline,
+            reconnect: reconnect.unwrap_or(deadline),
+            updates: UpdatePolicy { on_nonfinite, clip_norm },
+            max_model_bytes: max_model_bytes.unwrap_or(limits::MAX_MODEL_BYTES),
             secret,
             insecure,
             ..Default::default()
@@ -220,6 +289,7 @@ impl Aggregator {
             canceller: aggregator.canceller(),
             progress,
             state: Mutex::new(State::Listening(Box::new(aggregator))),
+            outcome: Mutex::default(),
         })
     }
 
@@ -229,6 +299,36 @@ impl Aggregator {
         self.address.to_string()
     }
 
+    /// Names of the clients whose updates are in the newest mean, in the order of the names.
+    #[getter]
+    fn counted(&self) -> Vec<String> {
+        self.outcome().counted
+    }
+
+    /// The clients whose updates are not in the newest mean: a dict of name to why not.
+    #[getter]
+    fn left_out<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let left_out = PyDict::new(py);
+        self.outcome()
+            .left_out
+            .into_iter()
+            .try_for_each(|(name, why)| left_out.set_item(name, why))?;
+        Ok(left_out)
+    }
+
+    /// What was found in the updates of the newest round, in the order of the clients' names.
+    ///
+    /// A dict for each update that came whole, or was rejected while it came: "client", "round",
+    /// "bytes", "elements", "nonfinite" (elements that are NaN or infinite), "first_nonfinite" (tensor
+    /// and index of the first, or None), "norm" (None without clip_norm), "counted", "rejected"
+    /// ("nonfinite", "too_large" or None), "clip_factor", "zeroed" and "weight" (examples times
+    /// clip_factor, 0 if it was rejected). Of an update that was rejected while it came, only what had
+    /// come by then is counted.
+    #[getter]
+    fn updates<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        self.outcome().updates.iter().map(|report| describe_update(py, report)).collect()
+    }
+
     /// Wait until all clients have joined with the same model.
     ///
     /// With `model`, a Region, clients must have that layout, and it is sent to all of them before
@@ -236,8 +336,8 @@ impl Aggregator {
     ///
     /// Returns the clients: a dict of name to number of examples, in the order of the names.
     ///
-    /// Raises PeerError, which names the client, if one leaves or brings another model; ModelError
-    /// if the model has a dtype without a mean; OutOfMemory.
+    /// Raises PeerError, which names the client, if one leaves or brings another model, or one that is
+    /// too large, unless enough others may still come; ModelError if the model has a dtype without a mean; OutOfMemory.
     #[pyo3(signature = (model=None))]
     fn gather<'py>(
         &self,
@@ -278,7 +378,7 @@ impl Aggregator {
     /// the model. It is yours to change.
     ///
     /// Raises PeerError, which names the client, if one dies, stalls or sends what does not match
-    /// its checksums; OutOfMemory; FedlaneError if all rounds are done.
+    /// its checksums, or is rejected, and fewer than min_clients are left; OutOfMemory; FedlaneError if all rounds are done.
     fn round(&self, py: Python<'_>) -> PyResult<Region> {
         self.run_round(py, true)
     }
@@ -295,8 +395,9 @@ impl Aggregator {
     ///
     /// `model` is a Region of the session's layout; its views are read-only meanwhile.
     ///
-    /// Raises ModelError, before anything is sent, if the layout is another one; PeerError as
-    /// round(), also if the model was changed while it was sent.
+    /// Raises ModelError, before anything is sent, if the layout is another one, or if there is a
+    /// clip_norm and the model has elements that are NaN or infinite: no norm can be measured from
+    /// those. PeerError as round(), also if the model was changed while it was sent.
     fn send(&self, py: Python<'_>, model: &Bound<'_, Region>) -> PyResult<()> {
         let region = model.get();
         region.while_frozen(py, || self.send_frozen(py, region))
@@ -352,6 +453,42 @@ impl Aggregator {
         self.end(py, &reason);
         finished
     }
+}
+
+fn seconds(what: &str, value: f64) -> PyResult<Duration> {
+    let most = Duration::from_millis(limits::MAX_DEADLINE_MS);
+    match Duration::try_from_secs_f64(value) {
+        Ok(duration) if duration <= most => Ok(duration),
+        _ => {
+            let text =
+                format!("{what} is {value} seconds; it must be from 0 to {}", most.as_secs());
+            Err(PyValueError::new_err(text))
+        }
+    }
+}
+
+fn describe_update<'py>(py: Python<'py>, report: &UpdateReport) -> PyResult<Bound<'py, PyDict>> {
+    let found = &report.summary;
+    let first = found.first_nonfinite.as_ref().map(|first| (first.tensor.as_str(), first.index));
+    let (rejected, clip_factor, zeroed) = match report.verdict {
+        Verdict::Counted { clip_factor, zeroed } => (None, clip_factor, zeroed),
+        Verdict::Rejected(Rejection::Nonfinite) => (Some("nonfinite"), 1.0, false),
+        Verdict::Rejected(Rejection::TooLarge) => (Some("too_large"), 1.0, false),
+    };
+    let update = PyDict::new(py);
+    update.set_item("client", &report.client)?;
+    update.set_item("round", report.round)?;
+    update.set_item("bytes", found.bytes)?;
+    update.set_item("elements", found.elements)?;
+    update.set_item("nonfinite", found.nonfinite)?;
+    update.set_item("first_nonfinite", first)?;
+    update.set_item("norm", found.norm)?;
+    update.set_item("counted", rejected.is_none())?;
+    update.set_item("rejected", rejected)?;
+    update.set_item("clip_factor", clip_factor)?;
+    update.set_item("zeroed", zeroed)?;
+    update.set_item("weight", report.weight)?;
+    Ok(update)
 }
 
 /// The default that the signature above repeats.

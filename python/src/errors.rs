@@ -108,10 +108,13 @@ impl IntoPyErr for AggregatorError {
     fn into_py_err(self) -> PyErr {
         let text = self.to_string();
         match self {
-            AggregatorError::Config { .. } => PyValueError::new_err(text),
+            AggregatorError::Config { .. } | AggregatorError::ClipNorm { .. } => {
+                PyValueError::new_err(text)
+            }
             AggregatorError::Client { .. } => PeerError::new_err(text),
             AggregatorError::Region(_) => OutOfMemory::new_err(text),
             AggregatorError::Initial { .. }
+            | AggregatorError::Nonfinite { .. }
             | AggregatorError::Sums { .. }
             | AggregatorError::Reducer(_)
             | AggregatorError::Manifest(_) => ModelError::new_err(text),

@@ -84,9 +84,15 @@ impl Pool {
         Pool(Arc::default())
     }
 
-    /// Memory of `nbytes` bytes, which goes back to the pool when nothing refers to it.
-    fn take(&self, py: Python<'_>, nbytes: u64) -> PyResult<Memory> {
-        let region = py.detach(|| self.0.take(nbytes)).or_raise()?;
+    /// Memory of `nbytes` bytes, which goes back to the pool when nothing refers to it. Nobody but
+    /// `owner` has ever written to it; without one, any bytes may stand in it.
+    #[pyo3(signature = (nbytes, owner=None))]
+    fn take(&self, py: Python<'_>, nbytes: u64, owner: Option<&str>) -> PyResult<Memory> {
+        let take = || match owner {
+            Some(owner) => self.0.lend(nbytes, owner),
+            None => self.0.take(nbytes),
+        };
+        let region = py.detach(take).or_raise()?;
         // Python maps the file itself.
         region.rest();
         Ok(Memory(Arc::new(Warm { region: Some(region), pool: self.0.clone() })))
@@ -201,10 +207,17 @@ pub struct Exchange(Arc<exchange::Exchange>);
 impl Exchange {
     /// Listens on `host` and `port`; port 0 takes a free one.
     #[new]
-    #[pyo3(signature = (host, port, *, deadline_s = 30.0, streams = None))]
-    fn new(host: &str, port: u16, deadline_s: f64, streams: Option<usize>) -> PyResult<Exchange> {
+    #[pyo3(signature = (host, port, *, deadline_s = 30.0, streams = None, max_update_bytes = None))]
+    fn new(
+        host: &str,
+        port: u16,
+        deadline_s: f64,
+        streams: Option<usize>,
+        max_update_bytes: Option<u64>,
+    ) -> PyResult<Exchange> {
         let mut config = ExchangeConfig { deadline: seconds(deadline_s)?, ..Default::default() };
         config.streams = streams.unwrap_or(config.streams);
+        config.max_update_bytes = max_update_bytes.unwrap_or(config.max_update_bytes);
         let host = if host.contains(':') { format!("[{host}]") } else { host.to_owned() };
         let exchange = exchange::Exchange::listen(format!("{host}:{port}"), config).or_raise()?;
         Ok(Exchange(Arc::new(exchange)))

@@ -52,10 +52,37 @@ fn reports(served: &Finished) -> Vec<Value> {
     events.filter(|event| event["event"] == "update").collect()
 }
 
+/// It was rejected while it came.
+fn assert_report_of_c(report: &Value) {
+    assert_eq!(report["client"], "c");
+    assert_eq!(report["counted"], false);
+    assert_eq!(report["rejected"], "nonfinite");
+    assert_eq!(report["nonfinite"], 1);
+    assert_eq!(report["first_nonfinite"], serde_json::json!({ "tensor": "x", "index": 5 }));
+    assert!(report["bytes"].as_u64().unwrap() <= 4 * ELEMENTS);
+}
+
+/// No norm can be measured from it, and with a clipped update the mean would not be finite either.
+#[test]
+fn a_model_that_is_not_finite_is_not_sent_where_updates_are_clipped() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("initial");
+    fs::write(&path, model(1.0, true)).unwrap();
+    let mut command = serve(1);
+    command.arg("--initial").arg(&path);
+    let mut server = start(command, ["--clip-norm=1"]);
+    let address = server.address();
+    let client = Process::start(&mut join(&address, "a", &path));
+    let text = "element 5 of tensor \"x\" of the model is NaN or infinite";
+    assert!(server.finish().failed().contains(text));
+    assert!(client.finish().failed().contains(text));
+}
+
 #[test]
 fn an_update_that_is_not_finite_ends_a_session_that_needs_everyone() {
     for order in ["--order=client", "--order=arrival"] {
         let (served, clients, mean) = session(&[order]);
+        assert_report_of_c(&reports(&served)[0]);
         let said = served.failed();
         assert!(said.contains("client \"c\""), "{said}");
         assert!(said.contains("element 5 of tensor \"x\" is NaN or infinite"), "{said}");
@@ -77,6 +104,12 @@ fn an_update_that_is_not_finite_is_left_out() {
         let averaged: Vec<Value> =
             served.events().into_iter().filter(|event| event["event"] == "averaged").collect();
         assert_eq!(averaged[0]["left_out"], serde_json::json!(["c"]));
+        let why = averaged[0]["why"]["c"].as_str().unwrap();
+        assert!(why.contains("element 5 of tensor \"x\" is NaN or infinite"), "{why}");
+        let reports = reports(&served);
+        let clients: Vec<&str> = reports.iter().map(|r| r["client"].as_str().unwrap()).collect();
+        assert_eq!(clients, ["a", "b", "c"]);
+        assert_report_of_c(&reports[2]);
     }
 }
 

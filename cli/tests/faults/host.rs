@@ -28,7 +28,7 @@ pub fn in_namespace(script: &str, arguments: &[&str]) -> Option<Process> {
 }
 
 /// Runs the program under a limit that `ulimit` sets.
-fn limited(limit: &str, arguments: &[&str]) -> Process {
+pub fn limited(limit: &str, arguments: &[&str]) -> Process {
     let script = format!("ulimit {limit} && exec \"$0\" \"$@\"");
     let mut shell = std::process::Command::new("sh");
     Process::spawn(shell.args(["-c", &script, env!("CARGO_BIN_EXE_fedlane")]).args(arguments))

@@ -5,6 +5,7 @@
 
 mod aggregators;
 mod clients;
+mod floods;
 mod host;
 mod hostile;
 mod models;

@@ -64,6 +64,7 @@ impl Broadcast {
                 inboxes: &inboxes,
                 sums,
                 moved: shared.iter().map(|_| Moved::default()).collect(),
+                asked: vec![vec![0; inboxes.len()]; shared.len()],
                 running: inboxes.len(),
                 members,
             };
@@ -88,6 +89,8 @@ struct Broadcasting<'a> {
     inboxes: &'a [Inbox<SendOrder>],
     sums: &'a [u64],
     moved: Vec<Moved>,
+    /// Chunks that each client has asked for over its connection, on each stream.
+    asked: Vec<Vec<usize>>,
     running: usize,
     members: &'a mut Members,
 }
@@ -115,12 +118,18 @@ impl Broadcasting<'_> {
                 self.attach(index)?;
             }
         }
-        while self.members.peers.iter().any(|peer| !peer.is_gone() && !self.has_it(peer)) {
+        while self.is_owed() {
             let notice = self.members.next(Some(Instant::now() + limits::MIN_DEADLINE))?;
             self.react(notice)?;
             self.check_progress();
         }
         Ok(())
+    }
+
+    /// Whether somebody has not got the model, or is lost and nobody has looked at that yet.
+    fn is_owed(&self) -> bool {
+        let owed = |peer: &Peer| !peer.is_gone() && !self.has_it(peer);
+        !self.members.noticed.is_empty() || self.members.peers.iter().any(owed)
     }
 
     fn react(&mut self, notice: Notice) -> Result<(), AggregatorError> {
@@ -174,6 +183,7 @@ impl Broadcasting<'_> {
         }
         let (round, digest) = (self.broadcast.round, self.broadcast.digest);
         self.moved[peer] = Moved { bytes: 0, since: Some(Instant::now()) };
+        self.asked[peer].fill(0);
         self.members.tell(peer, &AggregatorMessage::Download { round, digest });
         Ok(())
     }
@@ -211,6 +221,11 @@ impl Broadcasting<'_> {
         let Some(chunks) = ranges.collect::<Option<Vec<_>>>() else {
             return Err(Fault::Control(ProtocolError::Chunks { stream }.into()));
         };
+        let asked = &mut self.asked[peer][stream as usize];
+        *asked += chunks.iter().map(ExactSizeIterator::len).sum::<usize>();
+        if chunks.is_empty() || *asked > limits::MAX_ASKED * lane.len() {
+            return Err(Fault::Control(ProtocolError::TooOften { stream }.into()));
+        }
         if let Some(up) = self.members.peers[peer].up() {
             for range in &chunks {
                 let sums = &self.sums[range.clone()];

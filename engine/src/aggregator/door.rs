@@ -1,10 +1,10 @@
 //! Accepts connections, finds out what each one is, and lets in those that may. A stranger costs
-//! one thread for a few seconds and can end nothing.
+//! one thread for a few seconds and can end nothing. How many there may be is in [`limits`].
 
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::{IpAddr, Shutdown, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -17,6 +17,7 @@ use crate::error::{ControlError, DoorError};
 use crate::lane::ConnectionId;
 use crate::limits;
 use crate::link::Link;
+use crate::quota::{Quota, Share};
 use crate::tls::{ServerTls, Tls};
 use crate::wire::hello::{
     Answer, Channel, DataAnswer, DataHello, Place, Preamble, Secret, SessionId, Ticket,
@@ -89,13 +90,28 @@ struct Hall {
     congestion: Congestion,
     visitors: Mutex<Visitors>,
     closed: AtomicBool,
+    threads: Arc<Quota>,
     /// Bytes of first messages that are being read.
-    held_bytes: AtomicU64,
+    held_bytes: Arc<Quota>,
+    complaints: Mutex<Complaints>,
 }
 
 impl Hall {
     fn visitors(&self) -> MutexGuard<'_, Visitors> {
         self.visitors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Logs something about a visitor, unless much is logged already: a flood shall not fill a disk.
+    fn complain(&self, complaint: std::fmt::Arguments<'_>) {
+        let mut complaints = self.complaints.lock().unwrap_or_else(PoisonError::into_inner);
+        let (may, passed_over) = complaints.count(Instant::now());
+        drop(complaints);
+        if passed_over > 0 {
+            tracing::warn!("{passed_over} more visitors were sent away, or left");
+        }
+        if may {
+            tracing::warn!("{complaint}");
+        }
     }
 
     fn sessions(&self) -> MutexGuard<'_, HashMap<SessionId, Tickets>> {
@@ -111,11 +127,12 @@ pub(crate) struct Door {
 }
 
 impl Door {
-    /// Starts to accept connections.
+    /// Starts to accept connections. At most `visitors` may be about to say who they are.
     pub fn open(
         listener: TcpListener,
         congestion: Congestion,
         tls: Option<ServerTls>,
+        visitors: usize,
         reception: Reception,
     ) -> io::Result<Door> {
         let hall = Arc::new(Hall {
@@ -123,9 +140,11 @@ impl Door {
             reception,
             tls,
             congestion,
-            visitors: Mutex::default(),
+            visitors: Mutex::new(Visitors::new(visitors)),
             closed: AtomicBool::new(false),
-            held_bytes: AtomicU64::new(0),
+            threads: Quota::new(limits::MAX_VISITOR_THREADS.min(2 * visitors as u64)),
+            held_bytes: Quota::new(limits::MAX_VISITORS_BYTES),
+            complaints: Mutex::default(),
         });
         let listener = Arc::new(listener);
         let (inside, accepting) = (hall.clone(), listener.clone());
@@ -182,7 +201,7 @@ fn accept_all(listener: &TcpListener, hall: &Arc<Hall>) {
         match socket {
             Ok(socket) => receive_visitor(socket, hall),
             Err(error) => {
-                tracing::warn!("a connection could not be accepted: {error}");
+                hall.complain(format_args!("a connection could not be accepted: {error}"));
                 // Out of descriptors, most likely: trying again at once would spin.
                 std::thread::sleep(Duration::from_millis(50));
             }
@@ -196,45 +215,88 @@ fn receive_visitor(socket: TcpStream, hall: &Arc<Hall>) {
     let entered = hall.visitors().enter(&socket);
     let number = match entered {
         Ok(number) => number,
-        Err(error) => return tracing::warn!("a connection could not be served: {error}"),
+        Err(error) => {
+            return hall.complain(format_args!("a connection could not be served: {error}"));
+        }
     };
+    let thread = await_thread(hall);
     let inside = hall.clone();
     let spawned = std::thread::Builder::new().name("visitor".into()).spawn(move || {
         let peer = socket.peer_addr().map_or_else(|_| "a peer that left".into(), |a| a.to_string());
         let welcomed = welcome(socket, &inside);
         let stayed = inside.visitors().leave(number);
+        drop(thread);
         match welcomed {
             // Its session goes on also when nobody else is let in. Nobody listens any more when the
             // session has ended; the socket then closes.
             Ok(Visitor::Stream(events, event)) => drop(events.send(event)),
             // How the session ended is the last thing to say.
             _ if inside.closed.load(Ordering::SeqCst) => {}
-            _ if !stayed => {
-                tracing::warn!(
-                    "connection from {peer} closed: others came, and it had said nothing"
-                );
-            }
+            _ if !stayed => inside.complain(format_args!(
+                "connection from {peer} closed: others came, and it had said nothing"
+            )),
             Ok(Visitor::Client(visit)) => (inside.reception.welcome)(visit),
-            Err(error) => tracing::warn!("connection from {peer} refused: {error}"),
+            Err(error) => {
+                inside.complain(format_args!("connection from {peer} refused: {error}"));
+            }
         }
     });
     if let Err(error) = spawned {
         hall.visitors().leave(number);
-        tracing::warn!("a connection could not be served: {error}");
+        hall.complain(format_args!("a connection could not be served: {error}"));
+    }
+}
+
+/// Room for one more thread. Those that were made to leave end at once; who comes meanwhile waits in
+/// the kernel.
+fn await_thread(hall: &Hall) -> Share {
+    loop {
+        match hall.threads.take(1) {
+            Some(thread) => return thread,
+            None => std::thread::sleep(Duration::from_millis(1)),
+        }
+    }
+}
+
+/// How much was logged about visitors.
+#[derive(Default)]
+struct Complaints {
+    since: Option<Instant>,
+    logged: u32,
+    passed_over: u64,
+}
+
+impl Complaints {
+    /// Whether one more may be logged, and how many were not before it.
+    fn count(&mut self, now: Instant) -> (bool, u64) {
+        let mut passed_over = 0;
+        let is_over = |since: Instant| now.duration_since(since) >= Duration::from_secs(1);
+        if self.since.is_none_or(is_over) {
+            passed_over = std::mem::take(&mut self.passed_over);
+            (self.since, self.logged) = (Some(now), 0);
+        }
+        let may = self.logged < limits::MAX_COMPLAINTS;
+        self.logged += u32::from(may);
+        self.passed_over += u64::from(!may);
+        (may, passed_over)
     }
 }
 
 /// Connections that have not said yet who they are, by the order in which they came.
-#[derive(Default)]
 struct Visitors {
+    most: usize,
     next: u64,
     waiting: BTreeMap<u64, (IpAddr, TcpStream)>,
 }
 
 impl Visitors {
+    fn new(most: usize) -> Visitors {
+        Visitors { most, next: 0, waiting: BTreeMap::new() }
+    }
+
     fn enter(&mut self, socket: &TcpStream) -> io::Result<u64> {
         let address = socket.peer_addr()?.ip();
-        if self.waiting.len() >= limits::MAX_VISITORS
+        if self.waiting.len() >= self.most
             && let Some(number) = self.next_to_leave()
             && let Some((_, oldest)) = self.waiting.remove(&number)
         {
@@ -300,7 +362,7 @@ fn welcome_client(link: Link, hall: &Hall, until: Instant) -> Result<Visitor, Do
         error => error.into(),
     })?;
     let bytes = channel.reader.read_length(limits::MAX_FRAME_BYTES)?;
-    let room = Room::take(&hall.held_bytes, bytes)?;
+    let room = room(&hall.held_bytes, bytes)?;
     // A long message may take longer, but not as long as it likes.
     channel.reader.set_end(until + Duration::from_secs(bytes / limits::SLOWEST_LINK_BYTES_S));
     let message = channel.reader.read_body(bytes)?;
@@ -349,27 +411,11 @@ fn check_name(channel: &ControlChannel, name: &str, hall: &Hall) -> Result<(), D
 }
 
 /// Memory that a visitor's first message may take.
-struct Room<'a> {
-    held_bytes: &'a AtomicU64,
-    bytes: u64,
-}
-
-impl Room<'_> {
-    fn take(held_bytes: &AtomicU64, bytes: u64) -> Result<Room<'_>, DoorError> {
-        let room = Room { held_bytes, bytes };
-        let before = held_bytes.fetch_add(bytes, Ordering::SeqCst);
-        // A usual message always has room, whatever strangers announce.
-        let is_large = bytes > limits::USUAL_FRAME_BYTES;
-        match is_large && before + bytes > limits::MAX_VISITORS_BYTES {
-            true => Err(DoorError::Crowded),
-            false => Ok(room),
-        }
-    }
-}
-
-impl Drop for Room<'_> {
-    fn drop(&mut self) {
-        self.held_bytes.fetch_sub(self.bytes, Ordering::SeqCst);
+fn room(held_bytes: &Arc<Quota>, bytes: u64) -> Result<Share, DoorError> {
+    // A usual message always has room, whatever strangers announce.
+    match bytes > limits::USUAL_FRAME_BYTES {
+        true => held_bytes.take(bytes).ok_or(DoorError::Crowded),
+        false => Ok(held_bytes.take_anyway(bytes)),
     }
 }
 
@@ -427,7 +473,7 @@ mod tests {
     #[test]
     fn who_floods_the_door_pushes_out_himself() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let mut visitors = Visitors::default();
+        let mut visitors = Visitors::new(limits::MAX_VISITORS);
         let mut held = Vec::new();
         let mut enter = |address| {
             held.push(from(address, &listener));
@@ -439,5 +485,16 @@ mod tests {
         let second = enter([127, 0, 0, 4]);
         assert!(!visitors.leave(flood[0]) && !visitors.leave(flood[1]));
         assert!(visitors.leave(first) && visitors.leave(second) && visitors.leave(flood[2]));
+    }
+
+    #[test]
+    fn a_flood_of_complaints_is_counted_only() {
+        let (mut complaints, begin) = (Complaints::default(), Instant::now());
+        let count =
+            |complaints: &mut Complaints, ms| complaints.count(begin + Duration::from_millis(ms));
+        let logged = (0..1000).filter(|ms| count(&mut complaints, ms % 500).0).count();
+        assert_eq!(logged, limits::MAX_COMPLAINTS as usize);
+        assert_eq!(count(&mut complaints, 1000), (true, 1000 - logged as u64));
+        assert_eq!(count(&mut complaints, 1001), (true, 0));
     }
 }

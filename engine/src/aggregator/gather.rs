@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::mpsc::RecvTimeoutError;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::door::Tickets;
@@ -200,7 +200,7 @@ impl Gathering {
                 return Ok(());
             }
             Event::Lost { connection, error } => (connection, Fault::from(error)),
-            Event::Message { connection, message: ClientMessage::Failed { reason } } => {
+            Event::Message { connection, message: ClientMessage::Failed { reason }, .. } => {
                 (connection, Fault::GaveUp { reason: printable(&reason) })
             }
             Event::Message { connection, .. } => (connection, unexpected("a message")),
@@ -280,9 +280,8 @@ impl Gathering {
         let shared = Arc::new(PeerShared::default());
         let (config, events) = (&self.aggregator.config, &self.aggregator.sender);
         let times = (config.deadline, config.reconnect);
-        let (connection, key) = connect(joined, id, times, 0, shared.clone(), events, false)?;
-        let writer = connection.writer.clone();
-        self.listeners.lock().unwrap_or_else(PoisonError::into_inner).push(writer);
+        let ways = (events, &self.listeners);
+        let (connection, key) = connect(joined, id, times, 0, shared.clone(), ways, false)?;
         self.began.get_or_insert_with(Instant::now);
         self.departed.retain(|gone| gone.name != name);
         self.candidates.push(Candidate {
@@ -304,7 +303,26 @@ impl Gathering {
     fn check(&mut self, joined: &Joined) -> Result<Manifest, Fault> {
         check_name(&joined.name, self.is_taken(joined))?;
         check_examples(joined.examples)?;
-        check_model(self.model.as_ref().map(|(manifest, _)| manifest), &joined.header)
+        let session = self.model.as_ref().map(|(manifest, _)| manifest);
+        let manifest = check_model(session, &joined.header)?;
+        if session.is_none() {
+            self.check_size(&manifest)?;
+        }
+        Ok(manifest)
+    }
+
+    /// Whether there is room for the rounds of the model that the first client describes: who cannot be
+    /// served shall not end the session as if memory were short here.
+    fn check_size(&self, manifest: &Manifest) -> Result<(), Fault> {
+        let config = &self.aggregator.config;
+        let (bytes, most) = (manifest.data_bytes(), config.max_model_bytes);
+        if bytes > most {
+            return Err(Fault::TooBig { bytes, most });
+        }
+        // What cannot be averaged is found where the layout is made.
+        let layout = accumulator_layout(config, manifest).ok().flatten();
+        let sizes = Sizes::new(config, config.averaging, manifest, layout.as_ref());
+        Ok(self.aggregator.pool.check_room(sizes.all())?)
     }
 
     /// Weights are numbered; people know clients by name.
@@ -372,7 +390,8 @@ impl Gathering {
             let plan = members.plan(index, connection.ticket, candidate.wants_header);
             plans.push((connection.writer.clone(), plan));
             let link = Link::Opening { connection, until };
-            members.peers.push(Peer { name, address, examples, shared, link, holds: None });
+            let (holds, left_out) = (None, String::new());
+            members.peers.push(Peer { name, address, examples, shared, link, holds, left_out });
         }
         for (client, pass) in passes {
             members.door.readmit(session, client, pass);
@@ -444,6 +463,7 @@ impl Aggregator {
                 round_deadline: config.round_deadline,
                 updates: config.updates,
             },
+            averaging: config.averaging,
             config,
             lanes,
             members,

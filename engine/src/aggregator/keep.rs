@@ -233,6 +233,7 @@ impl Aggregator {
                 shared: Arc::new(PeerShared::of(lanes)),
                 link: Link::Down { old: None, fault: Fault::NotBack, linger: until, until },
                 holds: client.holds,
+                left_out: String::new(),
             })
             .collect();
         Ok((members, admission))

@@ -35,6 +35,8 @@ pub(super) struct Peer {
     pub link: Link,
     /// The round whose model it has; it then need not get it again.
     pub holds: Option<u32>,
+    /// Why its update is not in the mean of the newest round, if it is not.
+    pub left_out: String,
 }
 
 /// How a client is connected.
@@ -57,6 +59,8 @@ pub(super) struct Connection {
     pub writer: Arc<Writer>,
     pub reader: Option<JoinHandle<()>>,
     pub streams: Vec<Option<Arc<DataChannel>>>,
+    /// Who gets signs of life: this one too, as long as it lives.
+    listeners: Listeners,
     /// Whether it cannot be sure that the client has the same update as before.
     pub doubted: bool,
 }
@@ -76,6 +80,8 @@ impl Drop for Connection {
     /// However a session ends, also before it began, no thread and no connection outlive it.
     fn drop(&mut self) {
         self.shut_down();
+        let is_other = |writer: &Arc<Writer>| !Arc::ptr_eq(writer, &self.writer);
+        self.listeners.lock().unwrap_or_else(PoisonError::into_inner).retain(is_other);
         if let Some(reader) = self.reader.take() {
             // The thread cannot panic, and there is nobody to tell.
             let _ = reader.join();
@@ -110,6 +116,14 @@ impl Peer {
 
     pub fn is_gone(&self) -> bool {
         matches!(self.link, Link::Gone { .. })
+    }
+
+    /// Before a round: who is left out from its start is so for this reason.
+    pub fn begin_round(&mut self) {
+        self.left_out = match &self.link {
+            Link::Gone { why } => why.clone(),
+            _ => "it has not got the last model".into(),
+        };
     }
 }
 
@@ -320,7 +334,7 @@ impl Members {
             Event::Stream { connection, stream, channel } => {
                 Ok(self.add_stream(connection, stream, channel))
             }
-            Event::Message { connection, message } => Ok(self.hear(connection, message)),
+            Event::Message { connection, message, .. } => Ok(self.hear(connection, message)),
             Event::Lost { connection, error } => {
                 // Who knocks may be the one whose connection this was.
                 self.knocking.iter_mut().for_each(|(until, _)| *until = Instant::now());
@@ -471,15 +485,11 @@ impl Members {
             (terms.deadline, terms.reconnect),
             terms.streams,
             shared,
-            &self.sender,
+            (&self.sender, &self.listeners),
             doubted,
         )?;
         self.door.readmit(self.terms.session, index as u32, self.pass(key, id));
         let plan = self.plan(index, connection.ticket, wants_header);
-        self.listeners
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(connection.writer.clone());
         let writer = connection.writer.clone();
         let until = Instant::now() + self.terms.deadline;
         let peer = &mut self.peers[index];
@@ -537,7 +547,7 @@ impl Members {
     }
 }
 
-/// Starts to read a client's control channel. Gives the connection, and what its data channels must
+/// Starts to read a client's control channel, and to give it signs of life. Gives the connection, and what its data channels must
 /// prove to know.
 pub(super) fn connect(
     joined: Joined,
@@ -545,7 +555,7 @@ pub(super) fn connect(
     (deadline, reconnect): (Duration, Duration),
     streams: usize,
     shared: Arc<PeerShared>,
-    events: &Sender<Event>,
+    (events, listeners): (&Sender<Event>, &Listeners),
     doubted: bool,
 ) -> Result<(Connection, Ticket), AggregatorError> {
     let Joined { mut channel, .. } = joined;
@@ -558,7 +568,9 @@ pub(super) fn connect(
     let thread = thread.spawn(move || read_client(reader, id, &shared, &events))?;
     let streams = (0..streams).map(|_| None).collect();
     let reader = Some(thread);
-    Ok((Connection { id, ticket, writer, reader, streams, doubted }, key))
+    let listeners = listeners.clone();
+    listeners.lock().unwrap_or_else(PoisonError::into_inner).push(writer.clone());
+    Ok((Connection { id, ticket, writer, reader, streams, listeners, doubted }, key))
 }
 
 /// Whether the client may come back after that. Who lies may not.

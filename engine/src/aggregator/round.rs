@@ -15,14 +15,15 @@ use crate::lane::start_lane;
 use crate::manifest::Manifest;
 use crate::meter::{Meter, Phase};
 use crate::paths::SendKind;
-use crate::reducer::{AccumulatorLayout, ClipBase, Weights, clean};
+use crate::reducer::{AccumulatorLayout, ClipBase, Norm, Weights, clean, inspect};
 use crate::region::Region;
+use crate::sink::Sink;
 use crate::sink::discard::DiscardSink;
 use crate::sink::mean::{MeanSink, MeanSlices, Wave};
 use crate::sink::region::{Part, RegionSink};
 use crate::source::Source;
 use crate::source::region::RegionSource;
-use crate::verdict::{Rejection, Verdict};
+use crate::verdict::{Findings, OnNonfinite, Place, Rejection, UpdateReport, Verdict};
 use crate::wire::checksum::model_digest;
 use crate::wire::message::AggregatorMessage;
 
@@ -47,10 +48,37 @@ impl Session {
         manifest: &Manifest,
         region: Arc<Region>,
     ) -> Result<(), AggregatorError> {
-        self.check_initial(manifest)?;
+        self.check_model(manifest, region.bytes())?;
         let sums = self.sums_of(&region);
         self.model = Some(Model { region, sums });
         self.broadcast()
+    }
+
+    /// Whether a model of these bytes can be sent: it has the session's layout and, where updates are
+    /// clipped, no element that is NaN or infinite. No norm can be measured from that, and a mean
+    /// with a clipped update in it would not be finite either.
+    ///
+    /// # Errors
+    /// [`AggregatorError::Initial`] and [`AggregatorError::Nonfinite`].
+    pub fn check_model(&self, manifest: &Manifest, model: &[u8]) -> Result<(), AggregatorError> {
+        self.check_initial(manifest)?;
+        match self.upload.updates.clip_norm {
+            Some(_) => self.check_finite(model),
+            None => Ok(()),
+        }
+    }
+
+    fn check_finite(&self, model: &[u8]) -> Result<(), AggregatorError> {
+        let chunks = &self.lanes.chunks;
+        let findings = Findings::new(chunks.len());
+        for chunk in (0..chunks.len()).map(|index| chunks.get(index)) {
+            let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
+            findings.note(chunk.index, &inspect(chunk.dtype, &model[place], Norm::Skip)?);
+        }
+        match findings.so_far(self.manifest(), chunks).first_nonfinite {
+            Some(Place { tensor, index }) => Err(AggregatorError::Nonfinite { tensor, index }),
+            None => Ok(()),
+        }
     }
 
     fn check_initial(&self, manifest: &Manifest) -> Result<(), AggregatorError> {
@@ -71,6 +99,7 @@ impl Session {
             let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
             source.read(chunk.bytes.start, &mut region.bytes_mut().0[place])?;
         }
+        self.check_model(source.manifest(), region.bytes())?;
         let sums = self.sums_of(&region);
         self.model = Some(Model { region: Arc::new(region), sums });
         Ok(())
@@ -153,10 +182,18 @@ impl Session {
         peers.filter(|(_, counted)| **counted).map(|(peer, _)| peer.name.as_str())
     }
 
+    /// Names of the clients whose updates are not in the newest mean, and why each is not, in client order.
+    pub fn left_out(&self) -> impl Iterator<Item = (&str, &str)> {
+        let peers = self.members.peers.iter().zip(&self.counted);
+        let left_out = peers.filter(|(_, counted)| !**counted);
+        left_out.map(|(peer, _)| (peer.name.as_str(), peer.left_out.as_str()))
+    }
+
     /// Gives the updates that were received whole.
     fn run_round(&mut self) -> Result<Vec<Region>, AggregatorError> {
         self.round += 1;
         let round = self.round;
+        self.updates.clear();
         let last = self.model.take().map(|model| model.region);
         // What changes are measured against stays until they are averaged.
         let base = last.clone().filter(|_| self.upload.updates.clip_norm.is_some());
@@ -167,6 +204,10 @@ impl Session {
             drop(last);
         }
         let received = self.receive_updates(base.as_ref().map(|region| region.bytes()));
+        if received.is_err() && self.updates.is_empty() {
+            let peers = 0..self.members.peers.len();
+            self.updates = peers.filter_map(|index| self.rejected_early(index)).collect();
+        }
         let (model, staged) = self.end_on_error(received)?;
         self.model = model;
         let kept = self.keep_model();
@@ -205,15 +246,21 @@ impl Session {
         base: Option<&[u8]>,
     ) -> Result<(Option<Model>, Vec<Region>), AggregatorError> {
         let round = self.round;
+        // A mean may have elements that are not finite where they are kept.
+        if let Some(base) = base.filter(|_| self.upload.updates.on_nonfinite == OnNonfinite::Keep) {
+            self.check_finite(base)?;
+        }
         let clock = UploadClock::start(round);
         let (averaging, lost, mut regions) = self.begin_round()?;
+        self.averaging = averaging;
         if let Some(kept) = &mut self.kept {
             kept.begin_round(round, &lost, &regions, base.is_some())?;
         }
         let has_mean = self.lanes.layout.is_some();
         let mut sums = vec![0; if has_mean { self.lanes.chunks.len() } else { 0 }];
-        for peer in &self.members.peers {
+        for peer in &mut self.members.peers {
             peer.shared.start_round(round, self.ready);
+            peer.begin_round();
         }
         let mut ledger = regions.ledger.take();
         let expected = lost.iter().filter(|&&lost| !lost).count();
@@ -345,9 +392,9 @@ impl Session {
     /// Says what is done with each update that has come, and leaves out those that are rejected. Gives
     /// the factors that they are clipped with.
     fn judge(&mut self) -> Result<Vec<f64>, AggregatorError> {
-        self.updates.clear();
         let mut factors = vec![1.0; self.counted.len()];
         for (index, factor) in factors.iter_mut().enumerate() {
+            self.updates.extend(self.rejected_early(index));
             let peer = &self.members.peers[index];
             let Some(findings) = peer.shared.findings.get().filter(|_| self.counted[index]) else {
                 continue;
@@ -369,6 +416,7 @@ impl Session {
             };
             self.updates.push(report);
             if let Some(fault) = fault {
+                self.members.peers[index].left_out = fault.to_string();
                 self.counted[index] = false;
                 let left = self.counted.iter().filter(|&&counted| counted).count();
                 let label = self.members.peers[index].label();
@@ -379,6 +427,19 @@ impl Session {
             }
         }
         Ok(factors)
+    }
+
+    /// The report of an update that is not in the mean because it was rejected while it came.
+    fn rejected_early(&self, index: usize) -> Option<UpdateReport> {
+        let policy = &self.upload.updates;
+        let rejects = policy.on_nonfinite == OnNonfinite::Reject;
+        if !rejects || self.averaging != Averaging::Streaming {
+            return None;
+        }
+        let peer = &self.members.peers[index];
+        let summary = peer.shared.findings.get()?.so_far(self.manifest(), &self.lanes.chunks);
+        let name = peer.name.clone();
+        (summary.nonfinite > 0).then(|| policy.report(name, self.round, peer.examples, summary))
     }
 
     /// Makes zero what is not finite in updates that were received whole.
@@ -428,7 +489,7 @@ impl Session {
                     accepted.map_err(|error| LaneError::peer(peer, error))?;
                 }
             }
-            Ok(())
+            sink.end().map_err(|error| LaneError::peer(0, error))
         };
         let running = sinks.len();
         let (sender, results) = std::sync::mpsc::channel();

@@ -336,17 +336,20 @@ impl Uploading<'_> {
             );
             return Ok(());
         }
-        self.leave_out(peer)?;
+        self.leave_out(peer, fault.to_string())?;
         // What others are asked for again, those who are gone cannot send.
         for other in 0..self.lost.len() {
-            if !self.lost[other] && self.members.peers[other].is_gone() {
-                self.leave_out(other)?;
+            if let (false, Link::Gone { why }) = (self.lost[other], &self.members.peers[other].link)
+            {
+                let why = why.clone();
+                self.leave_out(other, why)?;
             }
         }
         self.check_quorum(Some((peer, fault)))
     }
 
-    fn leave_out(&mut self, peer: usize) -> Result<(), AggregatorError> {
+    fn leave_out(&mut self, peer: usize, why: String) -> Result<(), AggregatorError> {
+        self.members.peers[peer].left_out = why;
         self.lost[peer] = true;
         // Before anything of it is taken out: it must not come in again.
         self.kept.as_mut().map_or(Ok(()), |kept| kept.leave_out(peer))?;
@@ -397,7 +400,7 @@ impl Uploading<'_> {
     fn leave_late(&mut self, late: Vec<usize>, seconds: f64) -> Result<(), AggregatorError> {
         for peer in late {
             let fault = || Fault::TooLate { seconds };
-            self.leave_out(peer)?;
+            self.leave_out(peer, fault().to_string())?;
             self.check_quorum(Some((peer, fault())))?;
             // It may come back for the next round.
             let connection = self.members.peers[peer].up().map_or(0, |up| up.id);

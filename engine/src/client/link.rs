@@ -14,6 +14,7 @@ use crate::control::{self, ControlChannel, Heartbeat, Reader, Writer, printable}
 use crate::error::{ClientError, ControlError, ProtocolError, TransferError, WireError};
 use crate::lane::ConnectionId;
 use crate::limits;
+use crate::quota::Quota;
 use crate::wire::hello::{DataHello, Secret, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
 
@@ -224,24 +225,33 @@ impl Keeper {
 
     /// Hands on what the aggregator says. Why that ended; nothing if it was the last word.
     fn read(&self, reader: &mut Reader) -> Option<ControlError> {
+        let unheard = Quota::new(limits::MAX_UNHEARD_BYTES);
         loop {
-            match reader.read(limits::MAX_FRAME_BYTES) {
-                Ok(AggregatorMessage::Alive) => {}
-                Ok(AggregatorMessage::Sums { first, sums }) => {
+            let (bytes, message) = match read_one(reader) {
+                Ok(read) => read,
+                Err(error) => return Some(error),
+            };
+            match message {
+                AggregatorMessage::Alive => {}
+                AggregatorMessage::Sums { first, sums } => {
                     if let Err(error) = self.shared.announce(first, &sums) {
                         return Some(error.into());
                     }
                 }
-                Ok(message) => {
+                message => {
+                    let Some(share) = unheard.take(bytes + limits::UNHEARD_BYTES) else {
+                        return Some(ProtocolError::Flood.into());
+                    };
                     if let AggregatorMessage::Download { round, digest } = message {
                         self.shared.begin_download(round, digest);
                     }
                     let is_last = matches!(message, AggregatorMessage::Failed { .. });
-                    if self.events.send(Event::Message(message)).is_err() || is_last {
+                    if self.events.send(Event::Message { message, _unheard: share }).is_err()
+                        || is_last
+                    {
                         return None;
                     }
                 }
-                Err(error) => return Some(error),
             }
         }
     }
@@ -252,6 +262,12 @@ fn is_same_session(plan: &Plan, first: &Plan) -> bool {
     let terms =
         |plan: &Plan| (plan.session, plan.client, plan.streams, plan.chunk_bytes, plan.rounds);
     terms(plan) == terms(first)
+}
+
+/// A message, and how many bytes it has.
+fn read_one(reader: &mut Reader) -> Result<(u64, AggregatorMessage), ControlError> {
+    let bytes = reader.read_length(limits::MAX_SHORT_FRAME_BYTES)?;
+    Ok((bytes, reader.read_body(bytes)?))
 }
 
 /// Why an aggregator did not let a client in that has this secret.

@@ -287,6 +287,12 @@ pub enum SinkError {
     /// A fault of this program.
     #[error("sums of a chunk have no place; please report this")]
     NoSums,
+    /// A fault of this program.
+    #[error("the mean of chunk {chunk} is not written; please report this")]
+    NotWhole {
+        /// The chunk.
+        chunk: usize,
+    },
     /// The operating system refused.
     #[error("cannot {action} {}: {cause}", path.display())]
     Io {

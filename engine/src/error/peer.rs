@@ -109,6 +109,15 @@ pub enum ProtocolError {
         /// The chunk.
         chunk: usize,
     },
+    /// More messages than anyone has to send.
+    #[error("the peer sent more messages than a session has use for")]
+    Flood,
+    /// The same chunks again and again.
+    #[error("the peer asked for chunks of stream {stream} more often than a transfer takes")]
+    TooOften {
+        /// The stream.
+        stream: u32,
+    },
     /// Chunks that are not of the stream they are wanted on.
     #[error("the peer wants chunks of stream {stream} that it does not have")]
     Chunks {
@@ -315,6 +324,17 @@ pub enum Fault {
         /// The first tensor that differs, and how.
         difference: String,
     },
+    /// Its model is larger than it may be.
+    #[error("its model has {bytes} bytes and at most {most} may come (--max-model)")]
+    TooBig {
+        /// The size of its model.
+        bytes: u64,
+        /// The largest that may come.
+        most: u64,
+    },
+    /// There is no room for its model.
+    #[error("its model has no room here: {0}")]
+    NoRoom(#[from] RegionError),
     /// Its weight cannot be used.
     #[error("its number of examples is {examples:?}; it must be finite and not negative")]
     Examples {
@@ -398,6 +418,16 @@ pub enum AggregatorError {
     ClipNorm {
         /// Its value.
         clip_norm: f64,
+    },
+    /// A model that no norm can be measured from.
+    #[error(
+        "element {index} of tensor \"{tensor}\" of the model is NaN or infinite, so updates cannot be clipped (--clip-norm): begin with another model"
+    )]
+    Nonfinite {
+        /// The tensor.
+        tensor: String,
+        /// The element, counted in the tensor.
+        index: u64,
     },
     /// More clients than this process may have connections.
     #[error(
@@ -522,6 +552,18 @@ pub enum ExchangeError {
         /// The first tensor that differs, and how.
         difference: String,
     },
+    /// An update that is larger than any that is taken.
+    #[error(
+        "an update has {bytes} bytes and at most {most} are taken from one (max_update_bytes of the exchange)"
+    )]
+    TooBig {
+        /// Its secret.
+        secret: Secret,
+        /// Its size.
+        bytes: u64,
+        /// The largest that is taken.
+        most: u64,
+    },
     /// An update that nobody said would come.
     #[error("an update is wanted that was never expected, or is released already")]
     NotExpected {
@@ -569,6 +611,7 @@ impl ExchangeError {
             ExchangeError::Update { secret, .. }
             | ExchangeError::Missing { secret, .. }
             | ExchangeError::Model { secret, .. }
+            | ExchangeError::TooBig { secret, .. }
             | ExchangeError::Twice { secret }
             | ExchangeError::NotExpected { secret } => Some(*secret),
             _ => None,

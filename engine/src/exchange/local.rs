@@ -11,6 +11,7 @@ use crate::limits;
 use crate::manifest::{ChunkTable, Dtype, Manifest};
 use crate::reducer::{self, AccumulatorLayout, Weights};
 use crate::region::{Region, RegionPool};
+use crate::sink::Sink;
 use crate::sink::mean::{MeanSink, MeanSlices, TileMemory};
 use crate::wire::checksum::chunk_sum;
 
@@ -143,7 +144,7 @@ fn add_all(
             added.map_err(|error| LaneError::peer(peer, error))?;
         }
     }
-    Ok(())
+    sink.end().map_err(|error| LaneError::peer(0, error))
 }
 
 fn common_manifest(updates: &[(Arc<Parcel>, f64)]) -> Result<Manifest, ExchangeError> {

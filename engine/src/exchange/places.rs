@@ -1,8 +1,8 @@
 //! What an exchange has: models on offer, and clients that wait with their updates.
 
 use std::collections::{HashMap, HashSet};
-use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -34,8 +34,9 @@ pub(super) struct Places {
     changed: Condvar,
     door: OnceLock<(Weak<Door>, SocketAddr)>,
     closed: AtomicBool,
-    /// Clients that a model is being sent to.
-    served: AtomicUsize,
+    /// Bytes of the largest update that is taken.
+    max_update_bytes: u64,
+    served: Served,
 }
 
 #[derive(Default)]
@@ -56,15 +57,21 @@ struct Waiting {
 }
 
 impl Places {
-    pub fn new(config: AggregatorConfig, pool: Arc<RegionPool>) -> Places {
+    pub fn new(
+        config: AggregatorConfig,
+        max_update_bytes: u64,
+        served: Served,
+        pool: Arc<RegionPool>,
+    ) -> Places {
         Places {
             config,
+            max_update_bytes,
+            served,
             pool,
             rooms: Mutex::default(),
             changed: Condvar::new(),
             door: OnceLock::new(),
             closed: AtomicBool::new(false),
-            served: AtomicUsize::new(0),
         }
     }
 
@@ -129,7 +136,18 @@ impl Places {
         patience: Duration,
     ) -> Result<Manifest, ExchangeError> {
         let rooms = self.await_all(&[secret], patience)?;
-        rooms.waiting(&secret).map(|waiting| waiting.manifest.clone()).ok_or(ExchangeError::Nobody)
+        let waiting = rooms.waiting(&secret).ok_or(ExchangeError::Nobody)?;
+        self.check_size(secret, &waiting.manifest)?;
+        Ok(waiting.manifest.clone())
+    }
+
+    /// Memory is not set aside for as much as any client may say.
+    fn check_size(&self, secret: Secret, update: &Manifest) -> Result<(), ExchangeError> {
+        let (bytes, most) = (update.data_bytes(), self.max_update_bytes);
+        match bytes > most {
+            true => Err(ExchangeError::TooBig { secret, bytes, most }),
+            false => Ok(()),
+        }
     }
 
     /// Takes the clients of `secrets` out of their places, once all have come, with their model.
@@ -145,6 +163,7 @@ impl Places {
         let manifest = first.ok_or(ExchangeError::Nobody)?.manifest.clone();
         for secret in secrets {
             let waiting = rooms.waiting(secret).ok_or(ExchangeError::Nobody)?;
+            self.check_size(*secret, &waiting.manifest)?;
             if let Some(difference) = manifest.first_difference(&waiting.manifest) {
                 return Err(ExchangeError::Model { secret: *secret, difference });
             }
@@ -243,14 +262,14 @@ impl Places {
     }
 
     fn receive_guest(&self, client: Joined, model: &Parcel) {
-        let label = client.label();
-        let others = self.served.fetch_add(1, Ordering::SeqCst);
-        if others >= limits::MAX_SERVED {
-            refuse(&client.channel, "too many others are being sent a model; try again");
-        } else if let Err(error) = self.serve(client, model) {
+        let (label, address) = (client.label(), client.address.ip());
+        if !self.served.enter(address) {
+            return refuse(&client.channel, "too many others are being sent a model; try again");
+        }
+        if let Err(error) = self.serve(client, model) {
             tracing::warn!("the model could not be sent: {error} ({label})");
         }
-        self.served.fetch_sub(1, Ordering::SeqCst);
+        self.served.leave(address);
     }
 
     /// Sends a model to the client that came for it.
@@ -273,6 +292,42 @@ impl Places {
     /// Tells those who wait that we live, and forgets those who left.
     fn attend(&self) {
         self.rooms().places.values_mut().for_each(Room::forget_dead);
+    }
+}
+
+/// Clients that a model is being sent to, by their addresses.
+pub(super) struct Served {
+    most: usize,
+    now: Mutex<HashMap<IpAddr, usize>>,
+}
+
+impl Served {
+    pub fn new(most: usize) -> Served {
+        Served { most, now: Mutex::default() }
+    }
+
+    /// One more client of this address, if there is room: no address gets more than half of what the
+    /// others leave, so none shuts them out.
+    fn enter(&self, address: IpAddr) -> bool {
+        let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
+        let all: usize = now.values().sum();
+        let here = now.get(&address).copied().unwrap_or(0);
+        let left = self.most.saturating_sub(all - here);
+        let may = here < left.div_ceil(2);
+        if may {
+            now.insert(address, here + 1);
+        }
+        may
+    }
+
+    fn leave(&self, address: IpAddr) {
+        let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(here) = now.get_mut(&address) {
+            *here -= 1;
+            if *here == 0 {
+                now.remove(&address);
+            }
+        }
     }
 }
 
@@ -381,4 +436,22 @@ fn dismiss(mut client: Joined) {
     let _ = client.channel.set_deadline(limits::LAST_WORDS);
     // A client that is gone need not hear it.
     let _ = client.channel.writer.send(&AggregatorMessage::Done);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_address_shuts_the_others_out() {
+        let served = Served::new(8);
+        let address = |last| IpAddr::from([127, 0, 0, last]);
+        let came = |last| (0..8).filter(|_| served.enter(address(last))).count();
+        assert_eq!([came(1), came(2), came(3), came(4)], [4, 2, 1, 1]);
+        assert_eq!(came(5), 0);
+        (0..4).for_each(|_| served.leave(address(1)));
+        assert_eq!(came(5), 2);
+        // One that is alone on a small host.
+        assert!(Served::new(1).enter(address(1)));
+    }
 }

@@ -448,7 +448,15 @@ impl Sink for MeanSink<'_> {
         while !self.tiles.is_empty() {
             self.put_away()?;
         }
-        Ok(())
+        // Where a chunk was not written stands what was there before: another session's model, perhaps.
+        let missing = match self.wave {
+            Some(_) => self.arrived.iter().position(|&arrived| arrived < self.clients),
+            None => self.completed.iter().position(|completed| !completed),
+        };
+        match missing {
+            Some(index) => Err(SinkError::NotWhole { chunk: self.first_chunk + index }),
+            None => Ok(()),
+        }
     }
 
     fn accept(&mut self, peer: usize, chunk: &Chunk, buffer: &mut Region) -> Result<(), SinkError> {

@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fedlane::error::ExchangeError;
-use fedlane::exchange::Deposit;
-use fedlane::manifest::{Dtype, Manifest};
+use fedlane::exchange::{Deposit, Exchange, ExchangeConfig};
+use fedlane::manifest::{Dtype, Manifest, synthetic};
 use fedlane::region::RegionPool;
 use fedlane::wire::message::{AggregatorMessage, ClientMessage};
 
 use crate::common::{
     PATIENCE, SHORT, exchange, floats, leave, line, line_to, manifest, parcel, parcel_of, patient,
-    secret, until, until_released,
+    secret, until, until_released, wanted,
 };
 use crate::peer::Peer;
 use crate::relay::Relay;
@@ -259,4 +259,28 @@ fn a_header_that_means_nothing_is_refused() {
     assert!(matches!(peer.next().unwrap(), AggregatorMessage::Failed { .. }));
     exchange.collect(secret(1), Duration::ZERO).unwrap();
     until_released(&deposit);
+}
+
+/// Memory is not set aside for what any client says that its update has.
+#[test]
+fn an_update_that_is_larger_than_wanted_takes_no_memory() {
+    let most = floats().data_bytes();
+    let config = ExchangeConfig { max_update_bytes: most, streams: 2, ..Default::default() };
+    let exchange = Exchange::listen("127.0.0.1:0", config).unwrap();
+    let fits = leave(&exchange, 1, &parcel(&floats(), 1, &Arc::default()));
+    exchange.expect(secret(2));
+    let huge = synthetic(1 << 45, Dtype::F32).unwrap();
+    let peer = Peer::join(&exchange, "client-2", &huge, secret(2));
+    for attempt in [
+        exchange.collect(secret(2), PATIENCE).err().unwrap(),
+        exchange.average(&[wanted(2, 1.0)], PATIENCE).err().unwrap(),
+        exchange.await_update(secret(2), PATIENCE).err().unwrap(),
+    ] {
+        assert!(matches!(attempt, ExchangeError::TooBig { .. }), "{attempt}");
+        assert_eq!(attempt.culprit(), Some(secret(2)));
+    }
+    assert_eq!(exchange.pool().free_bytes(), 0);
+    exchange.collect(secret(1), PATIENCE).unwrap();
+    until_released(&fits);
+    drop(peer);
 }

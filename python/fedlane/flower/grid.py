@@ -53,6 +53,8 @@ class Settings:
     #: Streamed means: "arrival" adds updates as replies come; "client" averages when all replies are
     #: there, in order of the node ids, so that equal rounds have equal bits.
     order: str = "arrival"
+    #: Bytes of the largest update that is taken from a client; 0: what the host has memory for.
+    max_update_bytes: int = 0
 
     @classmethod
     def of(cls, run_config: dict[str, Any]) -> "Settings":
@@ -134,6 +136,7 @@ class FedlaneGrid(Grid):
             deadline_s=float(self._settings.deadline_s),
             streams=int(self._settings.streams) or None,
             same_host=bool(same_host),
+            max_update_bytes=int(self._settings.max_update_bytes) or None,
         )
         self._addresses = addresses(self._settings, self._server.exchange.port)
         self._pending: dict[str, Pending] = {}

@@ -34,11 +34,15 @@ class Unreachable(Exception):
 
 
 class Host:
-    """Serves one message. ``name`` is the client's, for the server's logs."""
+    """Serves one message. ``name`` is the client's, for the server's logs, ``run`` its run's.
 
-    def __init__(self, order: Order, name: str) -> None:
+    Clients of one run share warm memory on a host; those of another get it zeroed.
+    """
+
+    def __init__(self, order: Order, name: str, run: str) -> None:
         self._order = order
         self._name = name
+        self._run = run
         self._lines: dict[int, Line] = {}
         self._connect: Callable[[], Line] = self._find()
 
@@ -92,7 +96,8 @@ class Host:
         except Unreachable as error:
             raise MemoryError(f"no memory of {nbytes} bytes: {error}") from error
         try:
-            _, fd = line.ask({"op": "memory", "nbytes": nbytes, "spare": spare})
+            request = {"op": "memory", "nbytes": nbytes, "spare": spare, "owner": self._run}
+            _, fd = line.ask(request)
             if fd is None:
                 raise HandoverError("none came")
         except HandoverError as error:

@@ -21,7 +21,7 @@ def fedlane_mod(message: Message, context: Context, call_next) -> Message:
     order = tickets.Order.of(message.content)
     if order is None:
         return call_next(message, context)
-    host = Host(order, str(message.metadata.dst_node_id))
+    host = Host(order, str(message.metadata.dst_node_id), str(message.metadata.run_id))
     try:
         message.content = unpacked(message.content, host)
     except Unreachable as error:

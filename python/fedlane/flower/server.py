@@ -41,9 +41,18 @@ class Server:
     """The data port of one ServerApp. Thread-safe."""
 
     def __init__(
-        self, host: str, port: int, *, deadline_s: float, streams: int | None, same_host: bool
+        self,
+        host: str,
+        port: int,
+        *,
+        deadline_s: float,
+        streams: int | None,
+        same_host: bool,
+        max_update_bytes: int | None = None,
     ) -> None:
-        self.exchange = _core.Exchange(host, port, deadline_s=deadline_s, streams=streams)
+        self.exchange = _core.Exchange(
+            host, port, deadline_s=deadline_s, streams=streams, max_update_bytes=max_update_bytes
+        )
         self.deadline_s = deadline_s
         #: How long a client may take to come back when its connection broke.
         self.patience_s = min(deadline_s, COME_BACK_S)
@@ -228,7 +237,9 @@ class Desk:
     def __call__(self, request: dict, fd: int | None) -> Message:
         try:
             if request["op"] == "memory":
-                self._lease = self._server.exchange.pool.take(request["nbytes"])
+                # The updates of others may stand in what is free.
+                owner = str(request["owner"])
+                self._lease = self._server.exchange.pool.take(request["nbytes"], owner)
                 return {}, self._lease.fileno()
             key = b64decode(request["key"])
             self._server.meet(str(request["name"]))

@@ -180,7 +180,7 @@ def test_a_client_that_waits_says_so_and_goes_on(monkeypatch):
     monkeypatch.setattr("fedlane.flower.host.connect_to_pool", lambda: Line.connect(name, 5.0))
     said = []
     monkeypatch.setattr("fedlane.flower.host.log", lambda level, text, *values: said.append(text % values))
-    header, _, position = Host(tickets.Order(["a:1"], "", b"", 5.0), "test").model(b"k", 0)
+    header, _, position = Host(tickets.Order(["a:1"], "", b"", 5.0), "test", "run").model(b"k", 0)
     counter.close()
     os.close(file)
     assert (header, position, answers) == (b"", 0, [])
