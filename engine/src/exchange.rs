@@ -29,6 +29,7 @@ use crate::region::{Region, RegionPool};
 use crate::sink::mean::Wave;
 use crate::source::region::RegionSource;
 use crate::sys::process;
+use crate::tls::ServerTls;
 use crate::verdict::{OnNonfinite, UpdatePolicy};
 use crate::wire::hello::Secret;
 
@@ -129,6 +130,8 @@ pub struct ExchangeConfig {
     pub streams: usize,
     /// Congestion control of the data channels.
     pub congestion: Congestion,
+    /// TLS on all connections.
+    pub tls: Option<ServerTls>,
 }
 
 impl Default for ExchangeConfig {
@@ -137,6 +140,7 @@ impl Default for ExchangeConfig {
             deadline: limits::DEADLINE,
             streams: default_streams(),
             congestion: Congestion::Auto,
+            tls: None,
         }
     }
 }
@@ -198,8 +202,9 @@ impl Exchange {
             secret: Box::new(move |place| keeper.secret(place)),
             welcome: Box::new(move |visit| reception.receive(visit)),
         };
+        let tls = config.tls.clone();
         let door =
-            Door::open(listener, config.congestion.clone(), None, reception).map_err(listen)?;
+            Door::open(listener, config.congestion.clone(), tls, reception).map_err(listen)?;
         let door = Arc::new(door);
         places.open(&door, bound)?;
         Ok(Exchange { config, address: bound, pool, places, door })

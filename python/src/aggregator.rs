@@ -1,6 +1,7 @@
 //! `fedlane.Aggregator`.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::blocking;
+use crate::door::ServerFiles;
 use crate::errors::{FedlaneError, OrRaise};
 use crate::progress::{Counters, Reporter};
 use crate::region::Region;
@@ -21,12 +23,16 @@ use crate::region::Region;
 /// The process that averages: it listens, waits for its clients and runs rounds.
 ///
 /// Aggregator(address, *, clients, rounds=1, order="arrival", deadline_ms=30000, progress=None,
-/// secret=None, insecure=False) listens at once. `address` is "HOST:PORT"; port 0 takes a free one, and 0.0.0.0 lets other
-/// machines in. `clients` is how many are waited for, `rounds` how many rounds there will be.
+/// secret=None, insecure=False, tls_cert=None, tls_key=None, tls_client_ca=None, allow=None) listens at
+/// once. `address` is "HOST:PORT"; port 0 takes a free one, and 0.0.0.0 lets other machines in. `clients` is how many are waited for, `rounds` how many rounds there will be.
 /// order="client" adds the clients' updates up in the order of their names, so that the mean has the
 /// same bits whoever comes first. A peer that is silent for `deadline_ms` milliseconds is given up.
-/// Where other machines can reach it, it takes a `secret`, 32 bytes that all clients know too, or
-/// insecure=True. Models are not encrypted.
+///
+/// Where other machines can reach it, it takes a `secret`, TLS or insecure=True. `secret` is 32 bytes
+/// that all clients know too, bytes.fromhex() of the file that `fedlane cert --secret FILE` makes. It
+/// encrypts no model; TLS does: `tls_cert` and `tls_key` are PEM files (str or os.PathLike) with the
+/// certificate of this aggregator and its key. With `tls_client_ca`, the PEM file of an authority,
+/// clients need a certificate of it that has their name, and with `allow`, a list of names, one of these.
 ///
 ///     with fedlane.Aggregator("0.0.0.0:7733", clients=2, rounds=3, secret=key) as aggregator:
 ///         aggregator.gather()
@@ -44,7 +50,8 @@ use crate::region::Region;
 /// After any error of a call, the session has ended; only ModelError from send() and wrong use leave
 /// it as it was.
 ///
-/// Raises ValueError for numbers out of bounds; FedlaneError if the address cannot be listened on.
+/// Raises ValueError for numbers out of bounds and TLS files of which some are missing; FedlaneError if
+/// the address cannot be listened on, or others could reach it, or a TLS file cannot be used.
 #[pyclass(frozen, weakref, module = "fedlane", name = "Aggregator")]
 pub struct Aggregator {
     address: SocketAddr,
@@ -179,7 +186,7 @@ impl State {
 #[pymethods]
 impl Aggregator {
     #[new]
-    #[pyo3(signature = (address, *, clients, rounds=1, order="arrival", deadline_ms=30_000, progress=None, secret=None, insecure=false))]
+    #[pyo3(signature = (address, *, clients, rounds=1, order="arrival", deadline_ms=30_000, progress=None, secret=None, insecure=false, tls_cert=None, tls_key=None, tls_client_ca=None, allow=None))]
     #[allow(clippy::too_many_arguments)] // They have names in Python.
     fn new(
         py: Python<'_>,
@@ -191,6 +198,10 @@ impl Aggregator {
         progress: Option<Py<PyAny>>,
         secret: Option<[u8; 32]>,
         insecure: bool,
+        tls_cert: Option<PathBuf>,
+        tls_key: Option<PathBuf>,
+        tls_client_ca: Option<PathBuf>,
+        allow: Option<Vec<String>>,
     ) -> PyResult<Aggregator> {
         let order = match order {
             "arrival" => Order::Arrival,
@@ -202,6 +213,8 @@ impl Aggregator {
         };
         let deadline = Duration::from_millis(deadline_ms);
         let secret = blocking::check_secret(secret)?;
+        let (certificate, key, client_authority) = (tls_cert, tls_key, tls_client_ca);
+        let tls = ServerFiles { certificate, key, client_authority, allow }.read()?;
         let config = AggregatorConfig {
             clients,
             rounds,
@@ -209,6 +222,7 @@ impl Aggregator {
             deadline,
             secret,
             insecure,
+            tls,
             ..Default::default()
         };
         // Looks a name up.

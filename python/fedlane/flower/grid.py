@@ -53,6 +53,8 @@ class Settings:
     #: Streamed means: "arrival" adds updates as replies come; "client" averages when all replies are
     #: there, in order of the node ids, so that equal rounds have equal bits.
     order: str = "arrival"
+    #: Encrypt what the data port carries. Its certificate travels in Flower's messages.
+    tls: bool = False
 
     @classmethod
     def of(cls, run_config: dict[str, Any]) -> "Settings":
@@ -67,7 +69,7 @@ class Settings:
                 options = ", ".join(f"fedlane.{name}" for name in known)
                 raise ValueError(f"run configuration: there is no key {key!r}; there are {options}")
             found[known[name]] = value
-            if name in ("required", "same-host") and not isinstance(value, bool) and value != "":
+            if name in ("required", "same-host", "tls") and not isinstance(value, bool) and value != "":
                 raise ValueError(f"run configuration: {key} is {value!r}, not true or false")
         settings = cls(**found)
         if settings.order not in ("arrival", "client"):
@@ -134,6 +136,7 @@ class FedlaneGrid(Grid):
             deadline_s=float(self._settings.deadline_s),
             streams=int(self._settings.streams) or None,
             same_host=bool(same_host),
+            tls=bool(self._settings.tls),
         )
         self._addresses = addresses(self._settings, self._server.exchange.port)
         self._pending: dict[str, Pending] = {}
@@ -146,7 +149,8 @@ class FedlaneGrid(Grid):
         self._mean: StreamedMean | None = None
         #: Secrets of the models in the newest messages: the next ones mostly bring them again.
         self._newest: frozenset[bytes] = frozenset()
-        log(INFO, "fedlane: data port %s", ", ".join(self._addresses))
+        encrypted = " with TLS" if self._settings.tls else ""
+        log(INFO, "fedlane: data port %s%s", ", ".join(self._addresses), encrypted)
 
     def __getattr__(self, name: str) -> Any:
         # What a version of Flower has beyond the Grid of this one.
@@ -336,7 +340,8 @@ class FedlaneGrid(Grid):
                 models.add(offer.key)
         key = tickets.new_key()
         server = self._server
-        order = tickets.Order(self._addresses, server.local_name, key, server.deadline_s)
+        certificate = server.exchange.certificate
+        order = tickets.Order(self._addresses, server.local_name, key, server.deadline_s, certificate)
         replaced[tickets.ORDER] = order.record()
         server.expect(key)
         held = any(message is each for each in self._held_messages)

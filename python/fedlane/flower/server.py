@@ -41,9 +41,16 @@ class Server:
     """The data port of one ServerApp. Thread-safe."""
 
     def __init__(
-        self, host: str, port: int, *, deadline_s: float, streams: int | None, same_host: bool
+        self,
+        host: str,
+        port: int,
+        *,
+        deadline_s: float,
+        streams: int | None,
+        same_host: bool,
+        tls: bool = False,
     ) -> None:
-        self.exchange = _core.Exchange(host, port, deadline_s=deadline_s, streams=streams)
+        self.exchange = _core.Exchange(host, port, deadline_s=deadline_s, streams=streams, tls=tls)
         self.deadline_s = deadline_s
         #: How long a client may take to come back when its connection broke.
         self.patience_s = min(deadline_s, COME_BACK_S)
@@ -172,12 +179,17 @@ class Server:
 
     def _deposits(self, updates: list[tuple[bytes, float]]) -> list[_core.Deposit]:
         """Sends updates that are here already through the port, to be averaged with others."""
-        address = f"{self._own_host}:{self.exchange.port}"
         return [
-            _core.Deposit(address, f"this process {key.hex()[:8]}", key, parcel, self.deadline_s)
+            _core.Deposit(self._route(f"this process {key.hex()[:8]}"), key, parcel)
             for key, _ in updates
             if (parcel := self._local.get(key)) is not None
         ]
+
+    def _route(self, name: str) -> _core.Route:
+        """How this process reaches its own port."""
+        address = f"{self._own_host}:{self.exchange.port}"
+        certificate = self.exchange.certificate
+        return _core.Route(address, name, deadline_s=self.deadline_s, certificate=certificate)
 
     def _insist(self, transfer: Callable[[], _core.Parcel]) -> _core.Parcel:
         """Tries again while the client comes back: a connection may break without its end."""
