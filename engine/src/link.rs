@@ -47,7 +47,7 @@ impl Link {
         until: Instant,
     ) -> Result<Link, ControlError> {
         let tls = tls.map(|tls| tls.connect(&socket, until)).transpose()?;
-        Ok(Link { socket, records: tls.map(Records::Process) })
+        Ok(Link { socket, records: tls.map(|tls| Records::Process(tls.into())) })
     }
 
     /// The listening end, with TLS if there is any; its handshake must be over at `until`.
@@ -62,7 +62,7 @@ impl Link {
         let Some(tls) = tls else { return Ok(Link::plain(socket)) };
         let accepted = refuse_plain(&socket, until).and_then(|()| tls.accept(&socket, until));
         match accepted {
-            Ok(tls) => Ok(Link { socket, records: Some(Records::Process(tls)) }),
+            Ok(tls) => Ok(Link { socket, records: Some(Records::Process(tls.into())) }),
             Err(error) => {
                 tls::linger(&socket);
                 Err(error)

@@ -24,7 +24,7 @@ use crate::sys::ktls::{self, Cipher, Direction, Key};
 #[derive(Debug)]
 pub(crate) enum Records {
     /// This process.
-    Process(Tls),
+    Process(Box<Tls>),
     /// The kernel.
     Kernel(KernelTls),
 }
@@ -33,7 +33,7 @@ pub(crate) enum Records {
 ///
 /// # Errors
 /// A kernel that does not take what it took before: neither side can go on then.
-pub(crate) fn hand_over(tls: Tls, socket: &TcpStream) -> io::Result<Records> {
+pub(crate) fn hand_over(tls: Box<Tls>, socket: &TcpStream) -> io::Result<Records> {
     let cipher = match tls.leaving() {
         Some(cipher) if is_known(cipher) => cipher,
         _ => return Ok(Records::Process(tls)),
@@ -250,7 +250,7 @@ mod tests {
             (tls, theirs)
         });
         let tls = client.connect(&ours, until).unwrap();
-        let Records::Kernel(kernel) = hand_over(tls, &ours).unwrap() else {
+        let Records::Kernel(kernel) = hand_over(Box::new(tls), &ours).unwrap() else {
             panic!("the kernel was tried and then not taken");
         };
         ours.set_read_timeout(Some(PATIENCE)).unwrap();

@@ -60,7 +60,8 @@ fn the_secret_alone_opens_nothing() {
     let (_, other) = encrypted();
     let model = parcel(&floats(), 9, exchange.pool());
     exchange.offer(secret(9), model.clone());
-    let refusal = |line| fetch(&line, secret(9), &Arc::default()).map(drop).unwrap_err().to_string();
+    let refusal =
+        |line| fetch(&line, secret(9), &Arc::default()).map(drop).unwrap_err().to_string();
     let plain = refusal(line(&exchange, "plain"));
     assert!(plain.contains("TLS is wanted here"), "{plain}");
     let foreign = refusal(line_with(&exchange, "foreign", &other));
