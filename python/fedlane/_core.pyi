@@ -288,11 +288,12 @@ class Exchange:
 class Route:
     """How a client reaches an exchange, and under which name.
 
-    ``certificate`` is that of the exchange, if it has TLS. Raises FedlaneError if it is none.
+    ``certificate`` is that of the exchange, if it has TLS; else None, or empty. Raises FedlaneError if it
+    is something else.
     """
 
     def __new__(
-        cls, address: str, name: str, *, deadline_s: float, certificate: bytes = b""
+        cls, address: str, name: str, *, deadline_s: float, certificate: bytes | None = None
     ) -> Self: ...
 
 @final

@@ -349,19 +349,17 @@ pub struct Route(LineConfig);
 
 #[pymethods]
 impl Route {
-    /// `certificate` is that of the exchange, if it has TLS.
+    /// `certificate` is that of the exchange, if it has TLS; else there is none, or an empty one.
     #[new]
-    #[pyo3(signature = (address, name, *, deadline_s, certificate = Vec::new()))]
+    #[pyo3(signature = (address, name, *, deadline_s, certificate = None))]
     fn new(
         address: String,
         name: String,
         deadline_s: f64,
-        certificate: Vec<u8>,
+        certificate: Option<Vec<u8>>,
     ) -> PyResult<Route> {
-        let tls = match certificate.is_empty() {
-            true => None,
-            false => Some(ClientTls::pinned(&certificate).or_raise()?),
-        };
+        let pinned = certificate.filter(|certificate| !certificate.is_empty());
+        let tls = pinned.map(|pinned| ClientTls::pinned(&pinned).or_raise()).transpose()?;
         let deadline = seconds(deadline_s)?;
         Ok(Route(LineConfig { deadline, tls, ..LineConfig::new(address, name) }))
     }

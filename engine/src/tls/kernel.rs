@@ -8,7 +8,7 @@ use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -35,7 +35,7 @@ pub(crate) enum Records {
 /// A kernel that does not take what it took before: neither side can go on then.
 pub(crate) fn hand_over(tls: Box<Tls>, socket: &TcpStream) -> io::Result<Records> {
     let cipher = match tls.leaving() {
-        Some(cipher) if is_known(cipher) => cipher,
+        Some(cipher) if !FAILED.load(Ordering::Relaxed) && is_known(cipher) => cipher,
         _ => return Ok(Records::Process(tls)),
     };
     if ktls::offer(socket.as_fd()).is_err() {
@@ -43,10 +43,17 @@ pub(crate) fn hand_over(tls: Box<Tls>, socket: &TcpStream) -> io::Result<Records
     }
     tracing::debug!("the kernel makes the records of a data channel ({})", cipher.name());
     let secrets = tls.into_secrets().map_err(io::Error::other)?;
-    set_key(socket, Direction::Send, secrets.tx)?;
-    set_key(socket, Direction::Receive, secrets.rx)?;
-    Ok(Records::Kernel(KernelTls::default()))
+    let taken = set_key(socket, Direction::Send, secrets.tx)
+        .and_then(|()| set_key(socket, Direction::Receive, secrets.rx));
+    if let Err(error) = &taken {
+        tracing::warn!("kTLS failed ({error}); this process encrypts from the next connection on");
+        FAILED.store(true, Ordering::Relaxed);
+    }
+    taken.map(|()| Records::Kernel(KernelTls::default()))
 }
+
+/// Set when the kernel did not take a key that it knows the cipher of.
+static FAILED: AtomicBool = AtomicBool::new(false);
 
 fn set_key(
     socket: &TcpStream,
