@@ -50,6 +50,10 @@ pub struct ServerCertificates {
     /// Name of a client that may join; can be given more than once [default: all with a certificate]
     #[arg(long, value_name = "NAME", requires = "tls_client_ca")]
     allow: Vec<String>,
+
+    /// Encrypt in this process also where the kernel could do it (kTLS)
+    #[arg(long, requires = "tls_cert")]
+    tls_in_process: bool,
 }
 
 impl ServerCertificates {
@@ -58,11 +62,14 @@ impl ServerCertificates {
         let (Some(certificate), Some(key)) = (&self.tls_cert, &self.tls_key) else {
             return Ok(None);
         };
-        let Some(authority) = &self.tls_client_ca else {
-            return Ok(Some(ServerTls::new(certificate, key)?));
+        let tls = match &self.tls_client_ca {
+            None => ServerTls::new(certificate, key)?,
+            Some(authority) => {
+                let allowed = (!self.allow.is_empty()).then(|| self.allow.clone());
+                ServerTls::mutual(certificate, key, authority, allowed)?
+            }
         };
-        let allowed = (!self.allow.is_empty()).then(|| self.allow.clone());
-        Ok(Some(ServerTls::mutual(certificate, key, authority, allowed)?))
+        Ok(Some(if self.tls_in_process { tls.in_process() } else { tls }))
     }
 }
 
@@ -84,6 +91,10 @@ pub struct ClientCertificates {
     /// Name in the aggregator's certificate, if it is not the host in ADDRESS
     #[arg(long, value_name = "HOST", requires = "tls_ca")]
     tls_name: Option<String>,
+
+    /// Encrypt in this process also where the kernel could do it (kTLS)
+    #[arg(long, requires = "tls_ca")]
+    tls_in_process: bool,
 }
 
 impl ClientCertificates {
@@ -91,7 +102,8 @@ impl ClientCertificates {
     pub fn read(&self) -> anyhow::Result<Option<ClientTls>> {
         let Some(authority) = &self.tls_ca else { return Ok(None) };
         let own = self.tls_cert.as_deref().zip(self.tls_key.as_deref());
-        Ok(Some(ClientTls::new(authority, own, self.tls_name.clone())?))
+        let tls = ClientTls::new(authority, own, self.tls_name.clone())?;
+        Ok(Some(if self.tls_in_process { tls.in_process() } else { tls }))
     }
 }
 

@@ -8,7 +8,7 @@ use std::time::Instant;
 use rustix::net::SendFlags;
 
 use crate::error::{ControlError, TransferError};
-use crate::link::Link;
+use crate::link::{Encryption, Link};
 use crate::paths::{ReceiveKind, SendKind};
 use crate::receiver::{Landing, Lands, ReceivePath};
 use crate::sender::{Needs, Piece, SendPath};
@@ -51,43 +51,57 @@ impl DataChannel {
     /// Takes over a connection behind its hello and answer.
     ///
     /// # Errors
-    /// A socket that cannot be made non-blocking.
+    /// A socket that cannot be made non-blocking, or whose TLS the kernel begins to take over and
+    /// then does not.
     pub fn new(link: Link) -> io::Result<DataChannel> {
+        let link = link.hand_over()?;
         link.socket().set_nonblocking(true)?;
         Ok(DataChannel { link: Arc::new(link) })
     }
 
     /// Opens the receive path `kind` for this channel.
     pub fn receive_path(&self, kind: ReceiveKind) -> io::Result<Box<dyn ReceivePath>> {
-        match self.link.tls() {
-            Some(_) => Ok(Box::new(Decrypt { link: self.link.clone() })),
-            None => kind.open(),
+        match self.link.encryption() {
+            Encryption::None => kind.open(),
+            _ => Ok(Box::new(Decrypt { link: self.link.clone() })),
         }
     }
 
     /// Where the path of [`DataChannel::receive_path`] puts the bytes.
     pub fn lands(&self, kind: ReceiveKind) -> Lands {
         // What is encrypted passes through memory, whatever was wished for.
-        if self.link.tls().is_some() { Lands::Memory } else { kind.lands() }
+        if self.is_plain() { kind.lands() } else { Lands::Memory }
     }
 
     /// Opens the send path `kind` for this channel.
     pub fn send_path(&self, kind: SendKind) -> io::Result<Box<dyn SendPath>> {
-        match self.link.tls() {
-            Some(_) => Ok(Box::new(Encrypt { link: self.link.clone() })),
-            None => kind.open(),
-        }
+        let link = self.link.clone();
+        Ok(match self.link.encryption() {
+            Encryption::None => kind.open()?,
+            Encryption::Process => Box::new(Encrypt { link }),
+            Encryption::Kernel => Box::new(Count { path: kind.open()?, link }),
+        })
     }
 
     /// What the path of [`DataChannel::send_path`] needs of a source.
     pub fn needs(&self, kind: SendKind) -> Needs {
-        if self.link.tls().is_some() { Needs::Bytes } else { kind.needs() }
+        // The kernel encrypts what a path brings it, whichever it is.
+        if self.encryption() == Encryption::Process { Needs::Bytes } else { kind.needs() }
+    }
+
+    /// Who encrypts what goes over it.
+    pub fn encryption(&self) -> Encryption {
+        self.link.encryption()
+    }
+
+    fn is_plain(&self) -> bool {
+        self.encryption() == Encryption::None
     }
 
     /// Wakes a reader only when so many bytes wait.
     pub fn set_receive_low_water(&self, bytes: usize) -> io::Result<()> {
         // Some of what a record needs may be here already: the rest can be less than was asked for.
-        let bytes = if self.link.tls().is_some() { 1 } else { bytes };
+        let bytes = if self.is_plain() { bytes } else { 1 };
         socket::set_receive_low_water(self.link.as_fd(), bytes)
     }
 
@@ -105,10 +119,10 @@ impl DataChannel {
     /// Fails if more bytes came than were agreed: they would be taken for the beginning of the next
     /// model.
     pub fn refuse_more(&self) -> Result<(), TransferError> {
-        let more = match self.link.tls() {
+        let more = match self.encryption() {
+            Encryption::None => self.link.socket().peek(&mut [0]),
             // The first byte that should not be is lost, with the channel.
-            Some(_) => self.link.receive(&mut [0], false),
-            None => self.link.socket().peek(&mut [0]),
+            _ => self.link.receive(&mut [0], false),
         };
         match more {
             Ok(1..) => Err(TransferError::TooMuch),
@@ -153,5 +167,21 @@ impl SendPath for Encrypt {
             Some(tls) => tls.send(self.link.socket(), bytes, SendFlags::DONTWAIT),
             None => Err(io::ErrorKind::InvalidInput.into()),
         }
+    }
+}
+
+/// Sends what the kernel encrypts, until its key has encrypted enough.
+struct Count {
+    path: Box<dyn SendPath>,
+    link: Arc<Link>,
+}
+
+impl SendPath for Count {
+    fn send(&mut self, socket: BorrowedFd<'_>, piece: Piece<'_>) -> io::Result<usize> {
+        let kernel = self.link.kernel().ok_or(io::ErrorKind::InvalidInput)?;
+        kernel.check_key()?;
+        let sent = self.path.send(socket, piece)?;
+        kernel.sealed(sent);
+        Ok(sent)
     }
 }

@@ -31,6 +31,7 @@ use crate::region::{Region, RegionPool};
 use crate::sink::mean::Wave;
 use crate::source::region::RegionSource;
 use crate::sys::process;
+use crate::tls::ServerTls;
 use crate::verdict::{OnNonfinite, UpdatePolicy};
 use crate::wire::hello::Secret;
 
@@ -134,6 +135,8 @@ pub struct ExchangeConfig {
     /// Bytes of the largest update that is taken: memory is set aside for what a client says that its
     /// update has.
     pub max_update_bytes: u64,
+    /// TLS on all connections.
+    pub tls: Option<ServerTls>,
 }
 
 impl Default for ExchangeConfig {
@@ -143,6 +146,7 @@ impl Default for ExchangeConfig {
             streams: default_streams(),
             congestion: Congestion::Auto,
             max_update_bytes: limits::MAX_MODEL_BYTES,
+            tls: None,
         }
     }
 }
@@ -205,8 +209,9 @@ impl Exchange {
             secret: Box::new(move |place| keeper.secret(place)),
             welcome: Box::new(move |visit| reception.receive(visit)),
         };
+        let tls = config.tls.clone();
         let door =
-            Door::open(listener, config.congestion.clone(), None, limits::MAX_VISITORS, reception)
+            Door::open(listener, config.congestion.clone(), tls, limits::MAX_VISITORS, reception)
                 .map_err(listen)?;
         let door = Arc::new(door);
         places.open(&door, bound)?;

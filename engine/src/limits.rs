@@ -133,6 +133,13 @@ pub const MAX_STREAMS: usize = 64;
 /// Most rounds of one session.
 pub const MAX_ROUNDS: u32 = 1_000_000;
 
+/// Payload of a full record of TLS.
+pub const TLS_RECORD_BYTES: usize = 16 << 10;
+
+/// Records that the kernel makes with one key, counted high; 128 GiB in full records. AES-GCM allows
+/// 2^24.5 (RFC 8446, 5.5), but kernels before 6.14 take no second key, so another connection is made.
+pub const KERNEL_TLS_RECORDS: u64 = 1 << 23;
+
 /// How long a visitor may take to say who it is, all its bytes together.
 pub const HANDSHAKE: Duration = Duration::from_secs(10);
 

@@ -9,6 +9,7 @@ use rustix::net::{self, RecvFlags, SendFlags};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::error::{ControlError, TlsError, WireError};
+use crate::tls::kernel::{self, KernelTls, Records};
 use crate::tls::{self, ClientTls, ServerTls, Tls};
 use crate::wire::hello::{Answer, Channel, MAGIC, Preamble};
 
@@ -16,13 +17,24 @@ use crate::wire::hello::{Answer, Channel, MAGIC, Preamble};
 #[derive(Debug)]
 pub struct Link {
     socket: TcpStream,
-    tls: Option<Tls>,
+    records: Option<Records>,
+}
+
+/// Who encrypts what goes over a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Encryption {
+    /// Nobody.
+    None,
+    /// This process, with TLS.
+    Process,
+    /// The kernel, with TLS.
+    Kernel,
 }
 
 impl Link {
     /// A connection with nothing on the socket.
     pub fn plain(socket: TcpStream) -> Link {
-        Link { socket, tls: None }
+        Link { socket, records: None }
     }
 
     /// The dialling end, with TLS if there is any; its handshake must be over at `until`.
@@ -35,7 +47,7 @@ impl Link {
         until: Instant,
     ) -> Result<Link, ControlError> {
         let tls = tls.map(|tls| tls.connect(&socket, until)).transpose()?;
-        Ok(Link { socket, tls })
+        Ok(Link { socket, records: tls.map(|tls| Records::Process(tls.into())) })
     }
 
     /// The listening end, with TLS if there is any; its handshake must be over at `until`.
@@ -50,7 +62,7 @@ impl Link {
         let Some(tls) = tls else { return Ok(Link::plain(socket)) };
         let accepted = refuse_plain(&socket, until).and_then(|()| tls.accept(&socket, until));
         match accepted {
-            Ok(tls) => Ok(Link { socket, tls: Some(tls) }),
+            Ok(tls) => Ok(Link { socket, records: Some(Records::Process(tls.into())) }),
             Err(error) => {
                 tls::linger(&socket);
                 Err(error)
@@ -58,24 +70,57 @@ impl Link {
         }
     }
 
-    /// TLS on this connection.
+    /// Lets the kernel encrypt from now on, where it can: for a connection that carries payload only.
+    ///
+    /// # Errors
+    /// A kernel that can, and then does not.
+    pub(crate) fn hand_over(self) -> io::Result<Link> {
+        let records = match self.records {
+            Some(Records::Process(tls)) => Some(kernel::hand_over(tls, &self.socket)?),
+            records => records,
+        };
+        Ok(Link { records, ..self })
+    }
+
+    /// Who encrypts.
+    pub(crate) fn encryption(&self) -> Encryption {
+        match self.records {
+            None => Encryption::None,
+            Some(Records::Process(_)) => Encryption::Process,
+            Some(Records::Kernel(_)) => Encryption::Kernel,
+        }
+    }
+
+    /// TLS of this process on this connection.
     pub(crate) fn tls(&self) -> Option<&Tls> {
-        self.tls.as_ref()
+        match &self.records {
+            Some(Records::Process(tls)) => Some(tls),
+            _ => None,
+        }
+    }
+
+    /// TLS of the kernel on this connection.
+    pub(crate) fn kernel(&self) -> Option<&KernelTls> {
+        match &self.records {
+            Some(Records::Kernel(kernel)) => Some(kernel),
+            _ => None,
+        }
     }
 
     /// Receives some bytes; 0 is the end. Without `wait` the error is `WouldBlock` where there are
     /// none yet.
     pub(crate) fn receive(&self, out: &mut [u8], wait: bool) -> io::Result<usize> {
         let flags = if wait { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
-        match &self.tls {
-            Some(tls) => tls.receive(&self.socket, out, flags),
+        match &self.records {
+            Some(Records::Process(tls)) => tls.receive(&self.socket, out, flags),
+            Some(Records::Kernel(kernel)) => kernel.receive(&self.socket, out, flags),
             None => Ok(net::recv(&self.socket, out, flags)?.0),
         }
     }
 
     /// Sends all of it. One thread at a time.
     pub(crate) fn send(&self, bytes: &[u8]) -> io::Result<()> {
-        let Some(tls) = &self.tls else { return (&self.socket).write_all(bytes) };
+        let Some(tls) = self.tls() else { return (&self.socket).write_all(bytes) };
         let mut sent = 0;
         while sent < bytes.len() {
             match tls.send(&self.socket, &bytes[sent..], SendFlags::empty()) {
@@ -90,7 +135,7 @@ impl Link {
     /// Sends all of it without waiting, or fails. One thread at a time.
     pub(crate) fn send_now(&self, bytes: &[u8]) -> io::Result<()> {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-        let sent = match &self.tls {
+        let sent = match self.tls() {
             Some(tls) => tls.send(&self.socket, bytes, flags)?,
             None => net::send(&self.socket, bytes, flags)?,
         };

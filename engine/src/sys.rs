@@ -2,6 +2,7 @@
 #![allow(unsafe_code)]
 
 pub mod features;
+pub mod ktls;
 pub mod memory;
 pub mod process;
 pub mod socket;

@@ -1,5 +1,7 @@
 //! TLS 1.3 on a connection: certificates and keys, the handshake, and records in both directions.
 
+pub(crate) mod kernel;
+
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -10,20 +12,25 @@ use std::time::Instant;
 use rustix::net::{RecvFlags, SendFlags};
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
 use rustls::version::TLS13;
 use rustls::{
-    ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection,
+    ClientConfig, ClientConnection, Connection, ExtractedSecrets, RootCertStore, ServerConfig,
+    ServerConnection,
 };
 use x509_parser::extensions::GeneralName;
 
 use crate::error::{ControlError, TlsError};
 use crate::limits;
 use crate::link::{remaining, silence};
+use crate::sys::ktls::Cipher;
 
 /// So that nobody can pass one of our connections off as one of another protocol.
 const PROTOCOL: &[u8] = b"fedlane";
+
+/// The name in certificates that [`ServerTls::self_signed`] makes. It is nobody's host.
+const OWN_NAME: &str = "exchange.fedlane.invalid";
 
 fn provider() -> Arc<CryptoProvider> {
     Arc::new(aws_lc_rs::default_provider())
@@ -60,6 +67,7 @@ pub struct ServerTls {
     config: Arc<ServerConfig>,
     /// Names that may join; absent where all may that have a certificate.
     allowed: Option<Vec<String>>,
+    in_process: bool,
 }
 
 impl fmt::Debug for ServerTls {
@@ -111,11 +119,38 @@ impl ServerTls {
             }
             None => builder.with_no_client_auth(),
         };
-        let mut config = builder.with_single_cert(certificates(certificate)?, private_key(key)?)?;
+        let config = builder.with_single_cert(certificates(certificate)?, private_key(key)?)?;
+        Ok(ServerTls::of(config, allowed))
+    }
+
+    /// A new key with a certificate for it, which clients learn elsewhere: see [`ClientTls::pinned`]. Gives
+    /// the certificate (DER) too. The key never leaves this process.
+    ///
+    /// # Errors
+    /// A library of ciphers that fails.
+    pub fn self_signed() -> Result<(ServerTls, Vec<u8>), TlsError> {
+        let failed = |error: rcgen::Error| TlsError::SelfSigned { why: error.to_string() };
+        let key = rcgen::KeyPair::generate().map_err(failed)?;
+        let params = rcgen::CertificateParams::new([OWN_NAME.to_owned()]).map_err(failed)?;
+        let certificate = params.self_signed(&key).map_err(failed)?.der().clone();
+        let key = PrivatePkcs8KeyDer::from(key.serialize_der());
+        let builder = ServerConfig::builder_with_provider(provider());
+        let builder = builder.with_protocol_versions(&[&TLS13])?.with_no_client_auth();
+        let config = builder.with_single_cert(vec![certificate.clone()], key.into())?;
+        Ok((ServerTls::of(config, None), certificate.to_vec()))
+    }
+
+    fn of(mut config: ServerConfig, allowed: Option<Vec<String>>) -> ServerTls {
         config.alpn_protocols = vec![PROTOCOL.to_vec()];
         // Nobody comes back to a session by ticket, and nothing but payload is on a data channel.
         config.send_tls13_tickets = 0;
-        Ok(ServerTls { config: Arc::new(config), allowed })
+        config.enable_secret_extraction = true;
+        ServerTls { config: Arc::new(config), allowed, in_process: false }
+    }
+
+    /// Makes and opens all records in this process, also those that the kernel could.
+    pub fn in_process(self) -> ServerTls {
+        ServerTls { in_process: true, ..self }
     }
 
     /// Whether a client of this name may join, with the names in its certificate.
@@ -126,7 +161,7 @@ impl ServerTls {
 
     pub(crate) fn accept(&self, socket: &TcpStream, until: Instant) -> Result<Tls, ControlError> {
         let session = ServerConnection::new(self.config.clone()).map_err(TlsError::from)?;
-        Tls::handshake(session.into(), socket, until)
+        Tls::handshake(session.into(), self.in_process, socket, until)
     }
 }
 
@@ -135,6 +170,7 @@ impl ServerTls {
 pub struct ClientTls {
     config: Arc<ClientConfig>,
     name: Option<String>,
+    in_process: bool,
 }
 
 impl fmt::Debug for ClientTls {
@@ -158,15 +194,37 @@ impl ClientTls {
         let builder = ClientConfig::builder_with_provider(provider());
         let builder = builder.with_protocol_versions(&[&TLS13])?;
         let builder = builder.with_root_certificates(authorities(authority)?);
-        let mut config = match own {
+        let config = match own {
             Some((certificate, key)) => {
                 builder.with_client_auth_cert(certificates(certificate)?, private_key(key)?)?
             }
             None => builder.with_no_client_auth(),
         };
+        Ok(ClientTls::of(config, name))
+    }
+
+    /// Trusts nobody but the one with this certificate (DER), which [`ServerTls::self_signed`] has made.
+    ///
+    /// # Errors
+    /// Something else than a certificate.
+    pub fn pinned(certificate: &[u8]) -> Result<ClientTls, TlsError> {
+        let mut roots = RootCertStore::empty();
+        roots.add(CertificateDer::from(certificate.to_vec()))?;
+        let builder = ClientConfig::builder_with_provider(provider());
+        let builder = builder.with_protocol_versions(&[&TLS13])?.with_root_certificates(roots);
+        Ok(ClientTls::of(builder.with_no_client_auth(), Some(OWN_NAME.to_owned())))
+    }
+
+    fn of(mut config: ClientConfig, name: Option<String>) -> ClientTls {
         config.alpn_protocols = vec![PROTOCOL.to_vec()];
         config.resumption = rustls::client::Resumption::disabled();
-        Ok(ClientTls { config: Arc::new(config), name })
+        config.enable_secret_extraction = true;
+        ClientTls { config: Arc::new(config), name, in_process: false }
+    }
+
+    /// As [`ServerTls::in_process`].
+    pub fn in_process(self) -> ClientTls {
+        ClientTls { in_process: true, ..self }
     }
 
     /// The same, for the aggregator at `address`, which is HOST:PORT.
@@ -174,14 +232,14 @@ impl ClientTls {
         let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
         let host = host.trim_start_matches('[').trim_end_matches(']');
         let name = self.name.clone().or_else(|| Some(host.to_owned()));
-        ClientTls { config: self.config.clone(), name }
+        ClientTls { name, ..self.clone() }
     }
 
     pub(crate) fn connect(&self, socket: &TcpStream, until: Instant) -> Result<Tls, ControlError> {
         let name = self.name.clone().unwrap_or_default();
         let server = ServerName::try_from(name.clone()).map_err(|_| TlsError::Name { name })?;
         let session = ClientConnection::new(self.config.clone(), server).map_err(TlsError::from)?;
-        Tls::handshake(session.into(), socket, until)
+        Tls::handshake(session.into(), self.in_process, socket, until)
     }
 }
 
@@ -197,6 +255,7 @@ pub(crate) struct Tls {
     /// What is encrypted and has not been sent; held by the thread that sends.
     going: Mutex<Going>,
     names: Option<Vec<String>>,
+    in_process: bool,
 }
 
 #[derive(Default)]
@@ -222,6 +281,7 @@ impl fmt::Debug for Tls {
 impl Tls {
     fn handshake(
         mut session: Connection,
+        in_process: bool,
         mut socket: &TcpStream,
         until: Instant,
     ) -> Result<Tls, ControlError> {
@@ -253,7 +313,30 @@ impl Tls {
             came: Mutex::default(),
             going: Mutex::default(),
             names,
+            in_process,
         })
+    }
+
+    /// The cipher, if all that came has been read and so another could go on with the records.
+    fn leaving(&self) -> Option<Cipher> {
+        let came = self.came.lock().unwrap_or_else(PoisonError::into_inner);
+        let going = self.going();
+        let mut session = self.session();
+        // What is wrong with it is found by whoever receives.
+        let unread =
+            session.process_new_packets().map_or(1, |state| state.plaintext_bytes_to_read());
+        let waits = came.next < came.buffer.len()
+            || unread > 0
+            || session.wants_write()
+            || going.sent < going.encrypted.len();
+        let suite = session.negotiated_cipher_suite()?.suite();
+        if waits || self.in_process { None } else { kernel::cipher_of(suite) }
+    }
+
+    /// The keys of both directions.
+    fn into_secrets(self) -> Result<ExtractedSecrets, TlsError> {
+        let session = self.session.into_inner().unwrap_or_else(PoisonError::into_inner);
+        Ok(session.dangerous_extract_secrets()?)
     }
 
     /// Names in the peer's certificate, if it showed one.

@@ -20,6 +20,7 @@ __all__ = [
     "PeerError",
     "Pool",
     "Region",
+    "Route",
     "__version__",
     "average",
     "call",
@@ -115,10 +116,15 @@ class Aggregator:
         reconnect: float | None = None,
         on_nonfinite: Literal["reject", "zero", "keep"] = "reject",
         clip_norm: float | None = None,
+        on_loss: Literal["redo", "spool", "auto"] = "auto",
         max_model_bytes: int | None = None,
         progress: _Progress | None = None,
         secret: bytes | None = None,
         insecure: bool = False,
+        tls_cert: _Path | None = None,
+        tls_key: _Path | None = None,
+        tls_client_ca: _Path | None = None,
+        allow: Sequence[str] | None = None,
     ) -> Self: ...
     @property
     def address(self) -> str: ...
@@ -155,6 +161,10 @@ class Client(Iterator[int]):
         deadline_ms: int = 30_000,
         progress: _Progress | None = None,
         secret: bytes | None = None,
+        tls_ca: _Path | None = None,
+        tls_name: str | None = None,
+        tls_cert: _Path | None = None,
+        tls_key: _Path | None = None,
     ) -> Self: ...
     @property
     def model(self) -> Region: ...
@@ -264,10 +274,15 @@ class Exchange:
         deadline_s: float = 30.0,
         streams: int | None = None,
         max_update_bytes: int | None = None,
+        tls: bool = False,
     ) -> Self: ...
     @property
     def port(self) -> int:
         """The port that it listens on."""
+
+    @property
+    def certificate(self) -> bytes:
+        """With TLS, what clients know it by: made for this exchange alone. Nothing without."""
 
     @property
     def pool(self) -> Pool:
@@ -301,12 +316,22 @@ class Exchange:
         """The mean of all updates that were added."""
 
 @final
+class Route:
+    """How a client reaches an exchange, and under which name.
+
+    ``certificate`` is that of the exchange, if it has TLS; else None, or empty. Raises FedlaneError if it
+    is something else.
+    """
+
+    def __new__(
+        cls, address: str, name: str, *, deadline_s: float, certificate: bytes | None = None
+    ) -> Self: ...
+
+@final
 class Deposit:
     """An update that waits until the exchange releases it."""
 
-    def __new__(
-        cls, address: str, name: str, key: bytes, update: Parcel, deadline_s: float
-    ) -> Self: ...
+    def __new__(cls, route: Route, key: bytes, update: Parcel) -> Self: ...
     @property
     def is_over(self) -> bool:
         """Whether the update is released, or given up."""
@@ -315,11 +340,11 @@ class Deposit:
     def failure(self) -> str | None:
         """Why it was given up, if it was."""
 
-def fetch(address: str, name: str, key: bytes, pool: Pool, deadline_s: float) -> Parcel:
-    """Takes the model that is offered under ``key`` at ``address``."""
+def fetch(route: Route, key: bytes, pool: Pool) -> Parcel:
+    """Takes the model that is offered under ``key``."""
 
-def call(address: str, name: str, key: bytes, deadline_s: float) -> None:
-    """Asks whether the exchange at ``address`` can be reached and knows ``key``."""
+def call(route: Route, key: bytes) -> None:
+    """Asks whether the exchange can be reached and knows ``key``."""
 
 def average(updates: Sequence[tuple[Parcel, float]], pool: Pool) -> Parcel:
     """The mean of updates that are on this host, in this order, in memory of ``pool``."""

@@ -76,7 +76,7 @@ class Pool:
         #: Clients that were let in, and the bytes for which.
         self._promised: list[tuple[str, int]] = []
 
-    def model(self, key: bytes, address: str, caller: str, deadline_s: float) -> _core.Parcel:
+    def model(self, key: bytes, route: _core.Route) -> _core.Parcel:
         """The model of ``key``: kept from before, or fetched, once for all who ask."""
         with self._lock:
             known = self._models.pop(key, None)
@@ -84,19 +84,17 @@ class Pool:
             # Models of earlier rounds go first: their memory serves the next one.
             self._forget(MODELS_KEPT if known else 1)
         if known is None:
-            self._fetch(model, key, address, caller, deadline_s)
+            self._fetch(model, key, route)
             return model.result()
         # A fetch that fails does so for all who wait: one try after the other would take long.
         parcel = model.result()
         # Tells the server that this client has it, and us that the server can be reached.
-        _core.call(address, caller, key, deadline_s)
+        _core.call(route, key)
         return parcel
 
-    def _fetch(
-        self, model: Future[_core.Parcel], key: bytes, address: str, caller: str, deadline_s: float
-    ) -> None:
+    def _fetch(self, model: Future[_core.Parcel], key: bytes, route: _core.Route) -> None:
         try:
-            parcel = _core.fetch(address, caller, key, self.memory, deadline_s)
+            parcel = _core.fetch(route, key, self.memory)
         except Exception as error:  # noqa: BLE001: whoever waits must hear of it
             with self._lock:
                 del self._models[key]
@@ -114,13 +112,11 @@ class Pool:
         for key in old[: max(0, len(old) - kept)]:
             del self._models[key]
 
-    def deposit(
-        self, key: bytes, address: str, caller: str, parcel: _core.Parcel, deadline_s: float
-    ) -> None:
+    def deposit(self, key: bytes, route: _core.Route, parcel: _core.Parcel) -> None:
         """Keeps an update until the server has taken it."""
-        _core.call(address, caller, key, deadline_s)
+        _core.call(route, key)
         with self._lock:
-            self._deposits[key] = _core.Deposit(address, caller, key, parcel, deadline_s)
+            self._deposits[key] = _core.Deposit(route, key, parcel)
 
     def waiting(self) -> int:
         """Updates that the server has not released yet."""
@@ -203,6 +199,16 @@ class Pool:
             return not self._watched
 
 
+def route_of(request: dict) -> _core.Route:
+    """How a request says that the server can be reached."""
+    return _core.Route(
+        request["address"],
+        request["name"],
+        deadline_s=request["deadline_s"],
+        certificate=b64decode(request["certificate"]),
+    )
+
+
 class Desk:
     """Serves one connection, which is about one memory: a model, or what becomes an update."""
 
@@ -231,7 +237,7 @@ class Desk:
             if why := self._pool.admit(*promised):
                 return {"wait": why}, None
             self._promised = promised
-        model = self._pool.model(key, request["address"], request["name"], request["deadline_s"])
+        model = self._pool.model(key, route_of(request))
         self._parcel = model
         answer = {"header": b64encode(model.header).decode(), "position": model.position}
         return answer, model.fileno()
@@ -245,8 +251,7 @@ class Desk:
 
     def _deposit(self, request: dict, fd: int | None) -> Message:
         parcel = parcel_of(request, fd, self._lease)
-        key, address = b64decode(request["key"]), request["address"]
-        self._pool.deposit(key, address, request["name"], parcel, request["deadline_s"])
+        self._pool.deposit(b64decode(request["key"]), route_of(request), parcel)
         return {}, None
 
     def close(self) -> None:

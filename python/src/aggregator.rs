@@ -1,10 +1,11 @@
 //! `fedlane.Aggregator`.
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use fedlane::aggregator::{self, AggregatorConfig, Canceller, Session};
+use fedlane::aggregator::{self, AggregatorConfig, Canceller, OnLoss, Session};
 use fedlane::error::AggregatorError;
 use fedlane::lane::receive::Order;
 use fedlane::limits;
@@ -15,6 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::blocking;
+use crate::door::ServerFiles;
 use crate::errors::{FedlaneError, OrRaise};
 use crate::progress::{Counters, Reporter};
 use crate::region::Region;
@@ -22,13 +24,18 @@ use crate::region::Region;
 /// The process that averages: it listens, waits for its clients and runs rounds.
 ///
 /// Aggregator(address, *, clients, min_clients=None, rounds=1, order="arrival", deadline_ms=30000,
-/// round_deadline=None, reconnect=None, on_nonfinite="reject", clip_norm=None, max_model_bytes=None,
-/// progress=None, secret=None, insecure=False) listens at once. `address` is "HOST:PORT"; port 0 takes a free one, and 0.0.0.0 lets other
-/// machines in. `clients` is how many are waited for, `rounds` how many rounds there will be.
+/// round_deadline=None, reconnect=None, on_nonfinite="reject", clip_norm=None, on_loss="auto",
+/// max_model_bytes=None, progress=None, secret=None, insecure=False, tls_cert=None, tls_key=None,
+/// tls_client_ca=None, allow=None) listens at once. `address` is "HOST:PORT"; port 0 takes a free one, and
+/// 0.0.0.0 lets other machines in. `clients` is how many are waited for, `rounds` how many rounds there will be.
 /// order="client" adds the clients' updates up in the order of their names, so that the mean has the
 /// same bits whoever comes first. A peer that is silent for `deadline_ms` milliseconds is given up.
-/// Where other machines can reach it, it takes a `secret`, 32 bytes that all clients know too, or
-/// insecure=True. Models are not encrypted.
+///
+/// Where other machines can reach it, it takes a `secret`, TLS or insecure=True. `secret` is 32 bytes
+/// that all clients know too, bytes.fromhex() of the file that `fedlane cert --secret FILE` makes. It
+/// encrypts no model; TLS does: `tls_cert` and `tls_key` are PEM files (str or os.PathLike) with the
+/// certificate of this aggregator and its key. With `tls_client_ca`, the PEM file of an authority,
+/// clients need a certificate of it that has their name, and with `allow`, a list of names, one of these.
 ///
 ///     with fedlane.Aggregator("0.0.0.0:7733", clients=2, rounds=3, secret=key) as aggregator:
 ///         aggregator.gather()
@@ -52,12 +59,16 @@ use crate::region::Region;
 /// leaves it out whole, "zero" makes them zero, "keep" counts them as they are. With `clip_norm`, an
 /// update whose Euclidean norm, measured from the model sent before, is larger, is scaled down to it;
 /// updates are then received whole before they are averaged, which takes memory for all of them.
+/// `on_loss` says what is done about clients that are lost in mid-upload: with "redo" the others send again
+/// what was mixed with the lost one's, with "spool" updates are kept apart until they are whole, which
+/// takes memory for all of them, and "auto" takes for each round what has been the cheaper one so far.
 /// `max_model_bytes` is how large a model the first client may bring to gather().
 ///
 /// After any error of a call, the session has ended; only ModelError from send() and wrong use leave
 /// it as it was.
 ///
-/// Raises ValueError for numbers out of bounds; FedlaneError if the address cannot be listened on.
+/// Raises ValueError for numbers out of bounds and TLS files of which some are missing; FedlaneError if
+/// the address cannot be listened on, or others could reach it, or a TLS file cannot be used.
 #[pyclass(frozen, weakref, module = "fedlane", name = "Aggregator")]
 pub struct Aggregator {
     address: SocketAddr,
@@ -221,7 +232,7 @@ impl State {
 #[pymethods]
 impl Aggregator {
     #[new]
-    #[pyo3(signature = (address, *, clients, min_clients=None, rounds=1, order="arrival", deadline_ms=30_000, round_deadline=None, reconnect=None, on_nonfinite="reject", clip_norm=None, max_model_bytes=None, progress=None, secret=None, insecure=false))]
+    #[pyo3(signature = (address, *, clients, min_clients=None, rounds=1, order="arrival", deadline_ms=30_000, round_deadline=None, reconnect=None, on_nonfinite="reject", clip_norm=None, on_loss="auto", max_model_bytes=None, progress=None, secret=None, insecure=false, tls_cert=None, tls_key=None, tls_client_ca=None, allow=None))]
     #[allow(clippy::too_many_arguments)] // They have names in Python.
     fn new(
         py: Python<'_>,
@@ -235,10 +246,15 @@ impl Aggregator {
         reconnect: Option<f64>,
         on_nonfinite: &str,
         clip_norm: Option<f64>,
+        on_loss: &str,
         max_model_bytes: Option<u64>,
         progress: Option<Py<PyAny>>,
         secret: Option<[u8; 32]>,
         insecure: bool,
+        tls_cert: Option<PathBuf>,
+        tls_key: Option<PathBuf>,
+        tls_client_ca: Option<PathBuf>,
+        allow: Option<Vec<String>>,
     ) -> PyResult<Aggregator> {
         let order = match order {
             "arrival" => Order::Arrival,
@@ -258,6 +274,15 @@ impl Aggregator {
                 return Err(PyValueError::new_err(text));
             }
         };
+        let on_loss = match on_loss {
+            "redo" => OnLoss::Redo,
+            "spool" => OnLoss::Spool,
+            "auto" => OnLoss::Auto,
+            other => {
+                let text = format!("on_loss is \"redo\", \"spool\" or \"auto\", not {other:?}");
+                return Err(PyValueError::new_err(text));
+            }
+        };
         let deadline = Duration::from_millis(deadline_ms);
         let round_deadline =
             round_deadline.map(|value| seconds("round_deadline", value)).transpose()?;
@@ -266,6 +291,8 @@ impl Aggregator {
         }
         let reconnect = reconnect.map(|value| seconds("reconnect", value)).transpose()?;
         let secret = blocking::check_secret(secret)?;
+        let (certificate, key, client_authority) = (tls_cert, tls_key, tls_client_ca);
+        let tls = ServerFiles { certificate, key, client_authority, allow }.read()?;
         let config = AggregatorConfig {
             clients,
             min_clients,
@@ -275,9 +302,11 @@ impl Aggregator {
             round_deadline,
             reconnect: reconnect.unwrap_or(deadline),
             updates: UpdatePolicy { on_nonfinite, clip_norm },
+            on_loss,
             max_model_bytes: max_model_bytes.unwrap_or(limits::MAX_MODEL_BYTES),
             secret,
             insecure,
+            tls,
             ..Default::default()
         };
         // Looks a name up.

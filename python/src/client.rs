@@ -1,5 +1,6 @@
 //! `fedlane.Client`.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -12,14 +13,15 @@ use fedlane::source::region::RegionSource;
 use pyo3::prelude::*;
 
 use crate::blocking;
+use crate::door::ClientFiles;
 use crate::errors::{FedlaneError, OrRaise};
 use crate::progress::{Counters, Reporter};
 use crate::region::Region;
 
 /// The process that trains: it joins an aggregator, sends its updates and gets the mean.
 ///
-/// Client(address, *, name, examples, model, deadline_ms=30000, progress=None, secret=None) dials "HOST:PORT" and
-/// waits until all clients of the session have joined. `name` is unique in the session. `examples`,
+/// Client(address, *, name, examples, model, deadline_ms=30000, progress=None, secret=None, tls_ca=None,
+/// tls_name=None, tls_cert=None, tls_key=None) dials "HOST:PORT" and waits until all clients of the session have joined. `name` is unique in the session. `examples`,
 /// 0 or more, is this client's weight in the mean. `model`, a Region, says the layout; it is what
 /// `client.model` is at first. An aggregator that is silent for `deadline_ms` milliseconds is
 /// given up.
@@ -33,7 +35,12 @@ use crate::region::Region;
 ///     use(client.model)                # the last mean
 ///
 /// Every call that waits lets other threads run and ends on Ctrl-C. Leaving the `with` block early
-/// tells the aggregator why. `secret`, 32 bytes, is that of the aggregator, if it has one.
+/// tells the aggregator why.
+///
+/// `secret`, 32 bytes, is that of the aggregator, if it has one. Where the aggregator has TLS, `tls_ca` is the
+/// PEM file (str or os.PathLike) with the authority of its certificate, and `tls_name` the name in that, if
+/// it is not the host that is dialled. `tls_cert` and `tls_key` are files with this client's own certificate
+/// and key, for an aggregator that wants one.
 ///
 /// `progress` is called as progress(phase, name, done_bytes, total_bytes) every 50 ms while bytes
 /// move, and at the end of each phase, "upload" or "download". What it raises ends the session.
@@ -41,7 +48,8 @@ use crate::region::Region;
 /// After any error of a call the session has ended; only ModelError from send() and wrong use leave
 /// it as it was.
 ///
-/// Raises PeerError if no aggregator is there or it refuses this client, FedlaneError otherwise.
+/// Raises PeerError if no aggregator is there, it refuses this client or is not to be trusted; ValueError
+/// for TLS files of which some are missing; FedlaneError otherwise.
 #[pyclass(frozen, weakref, module = "fedlane", name = "Client")]
 pub struct Client {
     name: String,
@@ -160,7 +168,7 @@ impl State {
 #[pymethods]
 impl Client {
     #[new]
-    #[pyo3(signature = (address, *, name, examples, model, deadline_ms=30_000, progress=None, secret=None))]
+    #[pyo3(signature = (address, *, name, examples, model, deadline_ms=30_000, progress=None, secret=None, tls_ca=None, tls_name=None, tls_cert=None, tls_key=None))]
     #[allow(clippy::too_many_arguments)] // They have names in Python.
     fn new(
         py: Python<'_>,
@@ -171,12 +179,18 @@ impl Client {
         deadline_ms: u64,
         progress: Option<Py<PyAny>>,
         secret: Option<[u8; 32]>,
+        tls_ca: Option<PathBuf>,
+        tls_name: Option<String>,
+        tls_cert: Option<PathBuf>,
+        tls_key: Option<PathBuf>,
     ) -> PyResult<Client> {
+        let (authority, certificate, key) = (tls_ca, tls_cert, tls_key);
+        let tls = ClientFiles { authority, name: tls_name, certificate, key }.read()?;
         let config = ClientConfig {
             name: name.clone(),
             examples,
             secret: blocking::check_secret(secret)?,
-            tls: None,
+            tls,
             send_path: None,
             receive_path: ReceiveKind::default(),
             congestion: Congestion::Auto,

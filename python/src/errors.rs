@@ -8,7 +8,8 @@ use pyo3::exceptions::{PyException, PyOSError, PyValueError};
 use pyo3::prelude::*;
 
 use fedlane::error::{
-    AggregatorError, ClientError, ExchangeError, ManifestError, RegionError, SinkError, SourceError,
+    AggregatorError, ClientError, ExchangeError, ManifestError, RegionError, SinkError,
+    SourceError, TlsError,
 };
 
 create_exception!(
@@ -143,6 +144,12 @@ impl IntoPyErr for ClientError {
             ClientError::Sink(error) => error.into_py_err(),
             _ => FedlaneError::new_err(text),
         }
+    }
+}
+
+impl IntoPyErr for TlsError {
+    fn into_py_err(self) -> PyErr {
+        FedlaneError::new_err(self.to_string())
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 use fedlane::exchange::{self, ExchangeConfig, LineConfig, MeanSums, Wanted};
 use fedlane::manifest::{Dtype, Manifest};
 use fedlane::region::{Region, RegionPool};
+use fedlane::tls::{ClientTls, ServerTls};
 use fedlane::wire::hello::Secret;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -22,6 +23,7 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Memory>()?;
     module.add_class::<Parcel>()?;
     module.add_class::<Exchange>()?;
+    module.add_class::<Route>()?;
     module.add_class::<Deposit>()?;
     module.add_class::<Mean>()?;
     module.add_function(wrap_pyfunction!(fetch, module)?)?;
@@ -201,53 +203,68 @@ fn duplicate(fd: i32) -> PyResult<OwnedFd> {
 
 /// A listening port where models are offered and updates are awaited.
 #[pyclass(frozen)]
-pub struct Exchange(Arc<exchange::Exchange>);
+pub struct Exchange {
+    exchange: Arc<exchange::Exchange>,
+    certificate: Vec<u8>,
+}
 
 #[pymethods]
 impl Exchange {
     /// Listens on `host` and `port`; port 0 takes a free one.
     #[new]
-    #[pyo3(signature = (host, port, *, deadline_s = 30.0, streams = None, max_update_bytes = None))]
+    #[pyo3(signature = (host, port, *, deadline_s = 30.0, streams = None, max_update_bytes = None, tls = false))]
     fn new(
         host: &str,
         port: u16,
         deadline_s: f64,
         streams: Option<usize>,
         max_update_bytes: Option<u64>,
+        tls: bool,
     ) -> PyResult<Exchange> {
         let mut config = ExchangeConfig { deadline: seconds(deadline_s)?, ..Default::default() };
         config.streams = streams.unwrap_or(config.streams);
         config.max_update_bytes = max_update_bytes.unwrap_or(config.max_update_bytes);
+        let mut certificate = Vec::new();
+        if tls {
+            let (own, shown) = ServerTls::self_signed().or_raise()?;
+            (config.tls, certificate) = (Some(own), shown);
+        }
         let host = if host.contains(':') { format!("[{host}]") } else { host.to_owned() };
         let exchange = exchange::Exchange::listen(format!("{host}:{port}"), config).or_raise()?;
-        Ok(Exchange(Arc::new(exchange)))
+        Ok(Exchange { exchange: Arc::new(exchange), certificate })
+    }
+
+    /// What clients know it by, with TLS; nothing without.
+    #[getter]
+    fn certificate<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.certificate)
     }
 
     #[getter]
     fn port(&self) -> u16 {
-        self.0.address().port()
+        self.exchange.address().port()
     }
 
     /// The pool that collected updates and means stand in.
     #[getter]
     fn pool(&self) -> Pool {
-        Pool(self.0.pool().clone())
+        Pool(self.exchange.pool().clone())
     }
 
     fn offer(&self, py: Python<'_>, key: [u8; 32], model: &Parcel) {
-        py.detach(|| self.0.offer(secret(key), model.0.clone()));
+        py.detach(|| self.exchange.offer(secret(key), model.0.clone()));
     }
 
     fn expect(&self, py: Python<'_>, key: [u8; 32]) {
-        py.detach(|| self.0.expect(secret(key)));
+        py.detach(|| self.exchange.expect(secret(key)));
     }
 
     fn release(&self, py: Python<'_>, key: [u8; 32]) {
-        py.detach(|| self.0.release(secret(key)));
+        py.detach(|| self.exchange.release(secret(key)));
     }
 
     fn has_met(&self, name: &str) -> bool {
-        self.0.has_met(name)
+        self.exchange.has_met(name)
     }
 
     /// The header of the update that waits under `key`; waits for its client.
@@ -257,14 +274,14 @@ impl Exchange {
         key: [u8; 32],
         patience_s: f64,
     ) -> PyResult<Bound<'py, PyBytes>> {
-        let (exchange, patience) = (self.0.clone(), seconds(patience_s)?);
+        let (exchange, patience) = (self.exchange.clone(), seconds(patience_s)?);
         let manifest =
             blocking::run(py, move || exchange.await_update(secret(key), patience), || {})?;
         Ok(PyBytes::new(py, manifest.or_raise()?.header()))
     }
 
     fn collect(&self, py: Python<'_>, key: [u8; 32], patience_s: f64) -> PyResult<Parcel> {
-        let (exchange, patience) = (self.0.clone(), seconds(patience_s)?);
+        let (exchange, patience) = (self.exchange.clone(), seconds(patience_s)?);
         let parcel = blocking::run(py, move || exchange.collect(secret(key), patience), || {})?;
         Ok(Parcel(Arc::new(parcel.or_raise()?)))
     }
@@ -277,7 +294,7 @@ impl Exchange {
         updates: Vec<([u8; 32], f64)>,
         patience_s: f64,
     ) -> PyResult<()> {
-        let (exchange, patience) = (self.0.clone(), seconds(patience_s)?);
+        let (exchange, patience) = (self.exchange.clone(), seconds(patience_s)?);
         let (wanted, sums) = (wanted(updates), mean.take());
         let added = blocking::run(py, move || exchange.add(sums, &wanted, patience), || {})?;
         *mean.sums() = Some(added.or_raise()?);
@@ -286,7 +303,7 @@ impl Exchange {
 
     /// The mean of all updates that were added.
     fn finish(&self, py: Python<'_>, mean: &Mean) -> PyResult<Parcel> {
-        let exchange = self.0.clone();
+        let exchange = self.exchange.clone();
         let sums = mean.take().ok_or_else(|| PyValueError::new_err("nothing was added"))?;
         let parcel = blocking::run(py, move || exchange.finish(sums), || {})?;
         Ok(Parcel(Arc::new(parcel.or_raise()?)))
@@ -299,7 +316,7 @@ impl Exchange {
         updates: Vec<([u8; 32], f64)>,
         patience_s: f64,
     ) -> PyResult<Parcel> {
-        let (exchange, patience) = (self.0.clone(), seconds(patience_s)?);
+        let (exchange, patience) = (self.exchange.clone(), seconds(patience_s)?);
         let wanted = wanted(updates);
         let parcel = blocking::run(py, move || exchange.average(&wanted, patience), || {})?;
         Ok(Parcel(Arc::new(parcel.or_raise()?)))
@@ -334,17 +351,32 @@ impl Mean {
     }
 }
 
-/// Takes the model that is offered under `key` at `address`.
+/// How a client reaches an exchange, and under which name.
+#[pyclass(frozen)]
+pub struct Route(LineConfig);
+
+#[pymethods]
+impl Route {
+    /// `certificate` is that of the exchange, if it has TLS; else there is none, or an empty one.
+    #[new]
+    #[pyo3(signature = (address, name, *, deadline_s, certificate = None))]
+    fn new(
+        address: String,
+        name: String,
+        deadline_s: f64,
+        certificate: Option<Vec<u8>>,
+    ) -> PyResult<Route> {
+        let pinned = certificate.filter(|certificate| !certificate.is_empty());
+        let tls = pinned.map(|pinned| ClientTls::pinned(&pinned).or_raise()).transpose()?;
+        let deadline = seconds(deadline_s)?;
+        Ok(Route(LineConfig { deadline, tls, ..LineConfig::new(address, name) }))
+    }
+}
+
+/// Takes the model that is offered under `key`.
 #[pyfunction]
-fn fetch(
-    py: Python<'_>,
-    address: String,
-    name: String,
-    key: [u8; 32],
-    pool: &Pool,
-    deadline_s: f64,
-) -> PyResult<Parcel> {
-    let line = line(address, name, deadline_s)?;
+fn fetch(py: Python<'_>, route: &Route, key: [u8; 32], pool: &Pool) -> PyResult<Parcel> {
+    let line = route.0.clone();
     let pool = pool.0.clone();
     let fetched = blocking::run(py, move || exchange::fetch(&line, secret(key), &pool), || {})?;
     Ok(Parcel(Arc::new(fetched.or_raise()?)))
@@ -364,21 +396,11 @@ fn average(
     Ok(Parcel(Arc::new(mean.or_raise()?)))
 }
 
-/// Asks whether the exchange at `address` can be reached and knows `key`.
+/// Asks whether the exchange can be reached and knows `key`.
 #[pyfunction]
-fn call(
-    py: Python<'_>,
-    address: String,
-    name: String,
-    key: [u8; 32],
-    deadline_s: f64,
-) -> PyResult<()> {
-    let line = line(address, name, deadline_s)?;
+fn call(py: Python<'_>, route: &Route, key: [u8; 32]) -> PyResult<()> {
+    let line = route.0.clone();
     blocking::run(py, move || exchange::call(&line, secret(key)), || {})?.or_raise()
-}
-
-fn line(address: String, name: String, deadline_s: f64) -> PyResult<LineConfig> {
-    Ok(LineConfig { deadline: seconds(deadline_s)?, ..LineConfig::new(address, name) })
 }
 
 /// An update that waits until the exchange releases it.
@@ -388,15 +410,9 @@ pub struct Deposit(exchange::Deposit);
 #[pymethods]
 impl Deposit {
     #[new]
-    fn new(
-        address: String,
-        name: String,
-        key: [u8; 32],
-        update: &Parcel,
-        deadline_s: f64,
-    ) -> PyResult<Deposit> {
-        let line = line(address, name, deadline_s)?;
-        Ok(Deposit(exchange::Deposit::leave(line, secret(key), update.0.clone())?))
+    fn new(route: &Route, key: [u8; 32], update: &Parcel) -> PyResult<Deposit> {
+        let deposit = exchange::Deposit::leave(route.0.clone(), secret(key), update.0.clone())?;
+        Ok(Deposit(deposit))
     }
 
     #[getter]

@@ -5,6 +5,7 @@ mod aggregator;
 mod blocking;
 mod client;
 mod descriptor;
+mod door;
 mod dtypes;
 mod errors;
 mod exchange;

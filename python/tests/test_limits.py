@@ -57,8 +57,9 @@ def spoil(client: fedlane.Client) -> None:
     client.model.numpy("w")[2, 4] = np.inf
 
 
-def test_all_are_counted():
-    done = Round()
+@pytest.mark.parametrize("on_loss", ["redo", "spool", "auto"])
+def test_all_are_counted(on_loss):
+    done = Round(on_loss=on_loss)
     assert (done.mean.numpy("w") == 4.0).all()
     assert done.aggregator.counted == ["a", "b", "c"]
     assert done.aggregator.left_out == {}
@@ -187,6 +188,7 @@ def test_a_first_client_with_a_model_that_is_too_large():
         ({"round_deadline": -1.0}, "round_deadline is -1 seconds"),
         ({"round_deadline": float("nan")}, "round_deadline is NaN seconds"),
         ({"reconnect": 1e9}, "reconnect is 1000000000 seconds"),
+        ({"on_loss": "weep"}, 'on_loss is "redo", "spool" or "auto", not "weep"'),
         ({"on_nonfinite": "drop"}, 'on_nonfinite is "reject", "zero" or "keep", not "drop"'),
         ({"clip_norm": 0.0}, "the clip norm is 0; it must be finite and above zero"),
         ({"clip_norm": float("inf")}, "the clip norm is inf"),

@@ -30,6 +30,29 @@ pub enum TlsError {
         #[from]
         source: Error,
     },
+    /// A certificate of our own.
+    #[error("TLS: no certificate could be made: {why}")]
+    SelfSigned {
+        /// Why not.
+        why: String,
+    },
+    /// The kernel could not open a record.
+    #[error("TLS: what came was changed on its way")]
+    Damaged,
+    /// The peer ends the connection.
+    #[error("TLS: the other side ended the connection with alert {alert}")]
+    Alert {
+        /// The alert's number (RFC 8446, 6).
+        alert: u8,
+    },
+    /// The peer has encrypted as much as its key may, and the kernel knows no other.
+    #[error("TLS: the other side has used up its key; another connection has a new one")]
+    PeerKey,
+    /// We have.
+    #[error(
+        "TLS: this connection's key has encrypted as much as it may; another one has a new key"
+    )]
+    KeyUsed,
 }
 
 /// What may be the cause, where TLS's own words do not say it.

@@ -14,6 +14,7 @@ use crate::limits;
 use crate::link::Link;
 use crate::paths::ReceiveKind;
 use crate::region::RegionPool;
+use crate::tls::ClientTls;
 use crate::wire::hello::Secret;
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
@@ -28,6 +29,8 @@ pub struct LineConfig {
     pub deadline: Duration,
     /// Congestion control of the data channels.
     pub congestion: Congestion,
+    /// TLS, where the exchange has it.
+    pub tls: Option<ClientTls>,
 }
 
 impl LineConfig {
@@ -38,6 +41,7 @@ impl LineConfig {
             name: name.into(),
             deadline: limits::DEADLINE,
             congestion: Congestion::Auto,
+            tls: None,
         }
     }
 
@@ -46,7 +50,7 @@ impl LineConfig {
             name: self.name.clone(),
             examples,
             secret,
-            tls: None,
+            tls: self.tls.clone(),
             send_path: None,
             receive_path: ReceiveKind::default(),
             congestion: self.congestion.clone(),
@@ -88,7 +92,10 @@ pub fn call(line: &LineConfig, secret: Secret) -> Result<(), ClientError> {
     let at = |error: ControlError| ClientError::Control { address: line.address.clone(), error };
     let socket = control::dial(&line.address, &line.congestion, line.deadline)
         .map_err(|source| ClientError::Dial { address: line.address.clone(), source })?;
-    let opened = ControlChannel::open(Link::plain(socket), &secret, line.deadline);
+    let until = Instant::now() + line.deadline;
+    let tls = line.tls.as_ref().map(|tls| tls.at(&line.address));
+    let link = Link::dialled(socket, tls.as_ref(), until).map_err(at)?;
+    let opened = ControlChannel::open(link, &secret, line.deadline);
     let mut channel = match opened {
         Err(ControlError::NoPlace) => {
             return Err(ClientError::NotWanted { address: line.address.clone() });

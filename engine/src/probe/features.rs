@@ -11,7 +11,9 @@ use super::obstacle::Obstacle;
 use super::sockets::may_ask_for;
 use super::trial::Pair;
 use super::{Feature, State, files};
+use crate::sys::ktls::Cipher;
 use crate::sys::{features as sys, socket};
+use crate::tls::kernel::{self, Refusal};
 
 const ULPS: &str = "/proc/sys/net/ipv4/tcp_available_ulp";
 
@@ -158,10 +160,24 @@ fn ktls() -> Tried {
     if !may_ask_for("tls", ULPS).map_err(unknown)? {
         return Err(absent());
     }
-    let pair = pair()?;
-    match sys::set_upper_protocol(pair.sender.as_fd(), c"tls") {
-        Ok(()) => Ok("a socket takes the tls protocol".to_string()),
-        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Err(absent()),
-        Err(error) => Err(off("TCP_ULP tls")(error)),
+    let mut known = Vec::new();
+    let mut refused = None;
+    for cipher in Cipher::ALL {
+        match kernel::trial(cipher) {
+            Ok(()) => known.push(cipher.name()),
+            Err(refusal) => refused = refused.or(Some(refusal)),
+        }
+    }
+    match refused {
+        Some(Refusal { what: kernel::TRIAL_SOCKETS, error }) => {
+            Err(untried(kernel::TRIAL_SOCKETS)(error))
+        }
+        Some(Refusal { what: kernel::TRIAL_OFFER, error })
+            if error.raw_os_error() == Some(libc::ENOENT) =>
+        {
+            Err(absent())
+        }
+        Some(Refusal { what, error }) if known.is_empty() => Err(off(what)(error)),
+        _ => Ok(format!("the kernel encrypted and decrypted with {}", known.join(", "))),
     }
 }

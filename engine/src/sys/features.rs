@@ -32,7 +32,7 @@ pub fn set_upper_protocol(socket: BorrowedFd<'_>, name: &CStr) -> io::Result<()>
     set_option(socket, libc::IPPROTO_TCP, libc::TCP_ULP, name.to_bytes())
 }
 
-fn set_option(
+pub(super) fn set_option(
     socket: BorrowedFd<'_>,
     level: libc::c_int,
     option: libc::c_int,

@@ -2,6 +2,7 @@
 
 mod common;
 mod doors;
+mod encrypted;
 mod ends;
 mod faults;
 mod means;

@@ -55,6 +55,8 @@ class Settings:
     order: str = "arrival"
     #: Bytes of the largest update that is taken from a client; 0: what the host has memory for.
     max_update_bytes: int = 0
+    #: Encrypt what the data port carries. Its certificate travels in Flower's messages.
+    tls: bool = False
 
     @classmethod
     def of(cls, run_config: dict[str, Any]) -> "Settings":
@@ -69,7 +71,7 @@ class Settings:
                 options = ", ".join(f"fedlane.{name}" for name in known)
                 raise ValueError(f"run configuration: there is no key {key!r}; there are {options}")
             found[known[name]] = value
-            if name in ("required", "same-host") and not isinstance(value, bool) and value != "":
+            if name in ("required", "same-host", "tls") and not isinstance(value, bool) and value != "":
                 raise ValueError(f"run configuration: {key} is {value!r}, not true or false")
         settings = cls(**found)
         if settings.order not in ("arrival", "client"):
@@ -137,6 +139,7 @@ class FedlaneGrid(Grid):
             streams=int(self._settings.streams) or None,
             same_host=bool(same_host),
             max_update_bytes=int(self._settings.max_update_bytes) or None,
+            tls=bool(self._settings.tls),
         )
         self._addresses = addresses(self._settings, self._server.exchange.port)
         self._pending: dict[str, Pending] = {}
@@ -149,7 +152,8 @@ class FedlaneGrid(Grid):
         self._mean: StreamedMean | None = None
         #: Secrets of the models in the newest messages: the next ones mostly bring them again.
         self._newest: frozenset[bytes] = frozenset()
-        log(INFO, "fedlane: data port %s", ", ".join(self._addresses))
+        encrypted = " with TLS" if self._settings.tls else ""
+        log(INFO, "fedlane: data port %s%s", ", ".join(self._addresses), encrypted)
 
     def __getattr__(self, name: str) -> Any:
         # What a version of Flower has beyond the Grid of this one.
@@ -339,7 +343,8 @@ class FedlaneGrid(Grid):
                 models.add(offer.key)
         key = tickets.new_key()
         server = self._server
-        order = tickets.Order(self._addresses, server.local_name, key, server.deadline_s)
+        certificate = server.exchange.certificate
+        order = tickets.Order(self._addresses, server.local_name, key, server.deadline_s, certificate)
         replaced[tickets.ORDER] = order.record()
         server.expect(key)
         held = any(message is each for each in self._held_messages)

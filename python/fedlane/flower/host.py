@@ -134,6 +134,7 @@ class Host:
             "key": b64encode(key).decode(),
             "name": self._name,
             "deadline_s": self._order.deadline_s,
+            "certificate": b64encode(self._order.certificate).decode(),
         }
         own = line is None
         line = line or self._connect()

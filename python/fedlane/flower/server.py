@@ -49,9 +49,15 @@ class Server:
         streams: int | None,
         same_host: bool,
         max_update_bytes: int | None = None,
+        tls: bool = False,
     ) -> None:
         self.exchange = _core.Exchange(
-            host, port, deadline_s=deadline_s, streams=streams, max_update_bytes=max_update_bytes
+            host,
+            port,
+            deadline_s=deadline_s,
+            streams=streams,
+            max_update_bytes=max_update_bytes,
+            tls=tls,
         )
         self.deadline_s = deadline_s
         #: How long a client may take to come back when its connection broke.
@@ -181,12 +187,17 @@ class Server:
 
     def _deposits(self, updates: list[tuple[bytes, float]]) -> list[_core.Deposit]:
         """Sends updates that are here already through the port, to be averaged with others."""
-        address = f"{self._own_host}:{self.exchange.port}"
         return [
-            _core.Deposit(address, f"this process {key.hex()[:8]}", key, parcel, self.deadline_s)
+            _core.Deposit(self._route(f"this process {key.hex()[:8]}"), key, parcel)
             for key, _ in updates
             if (parcel := self._local.get(key)) is not None
         ]
+
+    def _route(self, name: str) -> _core.Route:
+        """How this process reaches its own port."""
+        address = f"{self._own_host}:{self.exchange.port}"
+        certificate = self.exchange.certificate
+        return _core.Route(address, name, deadline_s=self.deadline_s, certificate=certificate)
 
     def _insist(self, transfer: Callable[[], _core.Parcel]) -> _core.Parcel:
         """Tries again while the client comes back: a connection may break without its end."""

@@ -63,6 +63,8 @@ class Order:
     key: bytes
     #: Silence after which a peer is given up, in seconds.
     deadline_s: float
+    #: The server's certificate, if the port has TLS: clients trust no other.
+    certificate: bytes = b""
 
     def record(self) -> ConfigRecord:
         """As it stands in a message."""
@@ -73,6 +75,7 @@ class Order:
                 "local": self.local,
                 "key": self.key,
                 "deadline-s": self.deadline_s,
+                "certificate": self.certificate,
             }
         )
 
@@ -84,7 +87,8 @@ class Order:
             return None
         # It is the same version's: these are the types of `record` above.
         values: dict[str, Any] = dict(record)
-        return cls(values["addresses"], values["local"], values["key"], values["deadline-s"])
+        names = "addresses", "local", "key", "deadline-s", "certificate"
+        return cls(*(values[name] for name in names))
 
 
 def model_ticket(key: bytes, nbytes: int) -> ConfigRecord:

@@ -38,6 +38,15 @@ def test_same_host(streaming):
     assert [each for each in flower.leftovers if each.role == "other"] == []
 
 
+def test_tls():
+    """The certificate comes with the messages, to the client and from there to its host's pool."""
+    with Deployment(clients=2) as flower:
+        config = FEDLANE | {"fedlane.tls": True, "streaming": True}
+        result = finished(flower.run(APPS / "actors", config, timeout_s=60))
+        assert "with TLS" in flower.logs("serverapp")
+    assert_exact_mean(result, 3)
+
+
 @pytest.mark.long
 def test_ipv6():
     with Deployment(clients=2) as flower:

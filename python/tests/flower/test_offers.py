@@ -7,12 +7,13 @@ import threading
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, RecordDict
 from harness import wait_until
 
 pytest.importorskip("fedlane.flower")
 
 from fedlane import FedlaneError, _core
+from fedlane.flower import tickets
 from fedlane.flower.host import import_path
 from fedlane.flower.server import Server
 from fedlane.pool import Pool
@@ -29,7 +30,7 @@ def server():
 
 def knows(server: Server, key: bytes) -> bool:
     try:
-        _core.call(f"127.0.0.1:{server.exchange.port}", "test", key, 5.0)
+        _core.call(server._route("test"), key)
     except FedlaneError:
         return False
     return True
@@ -60,7 +61,7 @@ def test_all_who_wait_for_a_model_hear_of_its_failure(monkeypatch):
 
     def ask() -> None:
         try:
-            pool.model(b"k" * 32, "127.0.0.1:9", "test", 1.0)
+            pool.model(b"k" * 32, _core.Route("127.0.0.1:9", "test", deadline_s=1.0))
         except FedlaneError as error:
             failures.append(str(error))
 
@@ -84,3 +85,27 @@ def test_a_pool_finds_fedlane_wherever_it_was_imported_from():
     alone = [sys.executable, "-S", "-c", "import fedlane.pool"]
     assert subprocess.run(alone, env=env, capture_output=True).returncode == 0
     assert subprocess.run(alone, env={}, capture_output=True).returncode != 0
+
+
+def test_with_tls_a_key_alone_opens_nothing():
+    """Nor does the certificate of another port."""
+    port, other = (
+        Server("127.0.0.1", 0, deadline_s=5.0, streams=1, same_host=False, tls=True) for _ in range(2)
+    )
+    offer = port.offer(record(1))
+    assert knows(port, offer.key)
+    address = f"127.0.0.1:{port.exchange.port}"
+    for certificate, why in ((b"", "TLS is wanted here"), (other.exchange.certificate, "TLS:")):
+        route = _core.Route(address, "test", deadline_s=5.0, certificate=certificate)
+        with pytest.raises(FedlaneError, match=why):
+            _core.fetch(route, offer.key, _core.Pool())
+
+
+def test_what_is_no_certificate_is_refused():
+    with pytest.raises(FedlaneError, match="TLS:"):
+        _core.Route("127.0.0.1:9", "test", deadline_s=5.0, certificate=b"none")
+
+
+def test_with_tls_the_order_has_the_certificate():
+    order = tickets.Order(["127.0.0.1:9"], "", tickets.new_key(), 5.0, b"certificate")
+    assert tickets.Order.of(RecordDict({tickets.ORDER: order.record()})) == order
