@@ -52,10 +52,9 @@ pub struct Serve {
 
     /// Keep the session in this directory, so that the same command, started again, goes on with it
     ///
-    /// For an aggregator that is killed, or whose host fails: clients dial again for --reconnect-ms and what
-    /// has come of their updates is not sent again. The directory is made if there is none, and
-    /// holds nothing any more when all rounds are done. It needs room for what the rounds hold, and a local
-    /// file system.
+    /// For an aggregator that is killed: clients dial again for --reconnect-ms and what has come of their
+    /// updates is not sent again. The directory is made if there is none, and holds nothing but an empty lock
+    /// when all rounds are done. It needs room for what the rounds hold, and a local file system.
     #[arg(long, value_name = "DIR")]
     state: Option<PathBuf>,
 
@@ -140,7 +139,9 @@ impl Serve {
             ModelFile::create(path, session.manifest())?;
         }
         let mut reported = self.report(session, output, 0);
-        if let (Some(path), Some(model)) = (&self.output, session.model()) {
+        if let (Some(path), Some(model), 1..) =
+            (&self.output, session.model(), session.rounds_done())
+        {
             // Of an earlier process, which may not have saved it.
             save(path, session.manifest(), model.bytes())?;
         }
@@ -223,8 +224,7 @@ impl Serve {
 /// Says whose updates are in the mean.
 fn report_members(session: &Session, output: Output) {
     let counted: Vec<&str> = session.counted().collect();
-    let all: Vec<&str> = session.clients().map(|(name, ..)| name).collect();
-    let left_out: Vec<&str> = all.into_iter().filter(|name| !counted.contains(name)).collect();
+    let left_out: Vec<&str> = session.left_out().map(|(name, _)| name).collect();
     let round = session.rounds_done();
     let text = match left_out.as_slice() {
         [] => format!("round {round}: the mean of {} clients", counted.len()),

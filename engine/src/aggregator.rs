@@ -54,8 +54,8 @@ pub enum Averaging {
     Streaming,
     /// Added to the sums of clients who came in earlier sessions.
     Wave,
-    /// Received whole, every client's into a region of its own, and averaged after. The baseline
-    /// that streaming is measured against.
+    /// Received whole, every client's into a region of its own, and averaged after: for norms, for
+    /// [`OnLoss::Spool`], and as the baseline that streaming is measured against.
     Staged,
     /// Received whole, every client's into a region of its own, and handed over; there is no mean.
     Keep,
@@ -332,10 +332,13 @@ impl Canceller {
 impl AggregatorConfig {
     /// A norm is known when an update is whole, so updates that may be clipped are averaged after that.
     fn settled(mut self) -> AggregatorConfig {
-        if self.updates.clip_norm.is_some() && self.averaging == Averaging::Streaming {
-            tracing::info!(
-                "updates are received whole before they are averaged: their norms are needed"
-            );
+        let why = match self.updates.clip_norm {
+            Some(_) => Some("their norms are needed"),
+            None if self.on_loss == OnLoss::Spool => Some("none of them is then sent again"),
+            None => None,
+        };
+        if let (Some(why), Averaging::Streaming) = (why, self.averaging) {
+            tracing::info!("updates are received whole before they are averaged: {why}");
             self.averaging = Averaging::Staged;
         }
         self
@@ -393,7 +396,8 @@ pub(crate) fn descriptors_of(config: &AggregatorConfig) -> u64 {
     let path = sending.max(config.receive_path.descriptors());
     // A control channel is held by its reader and its writer, a data channel by its socket, its
     // chunk buffer and its path; a lane has its signal, its poller and its tiles.
-    let each_client = 2 + streams * (2 + path);
+    // An update that is received whole has a region.
+    let each_client = 3 + streams * (2 + path);
     let each_lane = 2 + limits::MEAN_TILES as u64 + 1;
     limits::OWN_DESCRIPTORS + streams * each_lane + clients * each_client
 }

@@ -565,13 +565,6 @@ impl Line {
                 Notice::Down
             }
             Event::Up(link) => {
-                let (old, new) = (&self.plan, &link.plan);
-                if (old.streams, old.chunk_bytes) != (new.streams, new.chunk_bytes) {
-                    let why = "it is not the plan of before; start both with the same --streams \
-                               and --chunk-bytes";
-                    let address = self.address.clone();
-                    return Err(ClientError::Plan { address, why: why.into() });
-                }
                 self.plan = link.plan.clone();
                 self.link = Some(*link);
                 self.broken = None;

@@ -144,7 +144,10 @@ impl LaneLedger<'_> {
         let kind = Kind::ALL.into_iter().find(|kind| kind.number() == head.kind)?;
         let all = <[Came]>::ref_from_bytes(rest).ok()?;
         let came = all.iter().enumerate().filter(|(_, came)| came.came == 1);
-        let came: Vec<_> = came.map(|(peer, came)| (peer, came.sum)).collect();
+        let mut came: Vec<_> = came.map(|(peer, came)| (peer, came.sum)).collect();
+        if kind == Kind::Updates {
+            came.retain(|&(peer, _)| !self.peers[peer].lost);
+        }
         let counts = !came.is_empty() && came.iter().all(|&(peer, _)| !self.peers[peer].lost);
         counts.then_some(Entry { kind, content: head.content, weights: head.weights, came })
     }

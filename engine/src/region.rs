@@ -262,6 +262,12 @@ impl RegionPool {
         free.iter().map(|free| free.region.bytes as u64).sum()
     }
 
+    /// Names of the free regions, where they are files.
+    pub(crate) fn free_names(&self) -> Vec<String> {
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        free.iter().filter_map(|free| free.region.name.clone()).collect()
+    }
+
     /// Bytes of new regions that there is room for.
     pub fn available_bytes(&self) -> u64 {
         match &self.directory {

@@ -1,11 +1,11 @@
 //! What an aggregator keeps on disk, so that one that was killed can be started again and goes on.
 //!
 //! The memory of its rounds are files in a directory: what a process has written there stays when it
-//! ends, however it ends. Beside them stands a record of the session, which is replaced whole. What a
-//! power failure leaves half-written does not match its checksum, and is asked for again.
+//! ends, however it ends. Beside them stands a record of the session, which is replaced whole. A host
+//! that fails may leave less than was written: chunks that do not match their checksums are asked for
+//! again, and a record or a model that does not match is an error.
 
-use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -13,6 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use rustix::fs::{FallocateFlags, FlockOperation, Mode, OFlags, fallocate, flock, open, statvfs};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{RegionError, StateError};
@@ -82,6 +83,8 @@ pub enum Stage {
     Between,
     /// Receiving the updates of the round.
     Uploading {
+        /// Of each client, whether it was not expected from the start.
+        absent: Vec<bool>,
         /// Of each client, whether it is left out.
         lost: Vec<bool>,
         /// Regions of the round.
@@ -140,21 +143,22 @@ impl Record {
             Ok(_) => return Err("something stands behind it".into()),
             Err(error) => return Err(error.to_string()),
         };
-        record.check()
+        record.check().map(|()| record)
     }
 
-    fn check(self) -> Result<Record, String> {
+    fn check(&self) -> Result<(), String> {
         let clients = self.clients.len();
         let fits = match &self.stage {
             Stage::Between => true,
             Stage::Averaged { counted } => counted.len() == clients && self.model.is_some(),
-            Stage::Uploading { lost, regions } => {
+            Stage::Uploading { absent, lost, regions } => {
                 let staged = regions.staged.len();
-                lost.len() == clients && (staged == 0 || staged == clients) && self.round > 0
+                let each = absent.len() == clients && lost.len() == clients;
+                each && (staged == 0 || staged == clients) && self.round > 0
             }
         };
         match fits && (1..=limits::MAX_CLIENTS).contains(&clients) {
-            true => Ok(self),
+            true => Ok(()),
             false => Err("its parts do not fit together".into()),
         }
     }
@@ -188,22 +192,25 @@ impl StateDir {
     /// A directory that cannot be written or is used by another process; a record that is damaged.
     pub fn open(path: &Path) -> Result<(StateDir, Option<Record>), StateError> {
         std::fs::create_dir_all(path).map_err(|source| failed("make", path, source))?;
+        refuse_foreign(path)?;
         let lock_path = path.join(LOCK);
         let flags = OFlags::CREATE | OFlags::RDWR | OFlags::CLOEXEC;
         let lock = open(&lock_path, flags, Mode::RUSR | Mode::WUSR)
             .map_err(|error| failed("open", &lock_path, error.into()))?;
         // An aggregator that was just killed may not have quite ended.
         let until = Instant::now() + limits::LAST_WORDS;
-        while flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
-            if Instant::now() > until {
-                return Err(StateError::Locked { path: path.to_owned() });
+        while let Err(error) = flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            match error {
+                Errno::WOULDBLOCK if Instant::now() < until => {}
+                Errno::WOULDBLOCK => return Err(StateError::Locked { path: path.to_owned() }),
+                error => return Err(failed("lock", &lock_path, error.into())),
             }
             std::thread::sleep(limits::FIRST_PAUSE);
         }
         let directory =
             StateDir { path: path.to_owned(), next_region: AtomicU64::new(0), _lock: lock };
         let record = directory.read()?;
-        directory.tidy(record.as_ref())?;
+        directory.tidy(record.as_ref(), &[])?;
         Ok((directory, record))
     }
 
@@ -227,16 +234,17 @@ impl StateDir {
         Record::decode(&bytes).map(Some).map_err(|why| StateError::Damaged { path, why })
     }
 
-    /// Replaces the record. It is on the disk, or the old one still is.
+    /// Replaces the record: whoever reads it finds the new one or the old one, whole.
     ///
     /// # Errors
     /// The file cannot be written.
     pub fn write(&self, record: &Record) -> Result<(), StateError> {
         let (next, path) = (self.path.join(NEXT_RECORD), self.path.join(RECORD));
+        if let Err(why) = record.check() {
+            return Err(StateError::Damaged { path, why });
+        }
         let write = || -> io::Result<()> {
-            let mut file = File::create(&next)?;
-            file.write_all(&record.encode()?)?;
-            file.sync_data()?;
+            std::fs::write(&next, record.encode()?)?;
             std::fs::rename(&next, &path)
         };
         write().map_err(|source| {
@@ -246,17 +254,22 @@ impl StateDir {
         })
     }
 
-    /// Removes the regions that no session needs.
-    fn tidy(&self, record: Option<&Record>) -> Result<(), StateError> {
+    /// Removes the regions that neither the record nor `others` names. Who has one mapped keeps it.
+    pub(crate) fn tidy(
+        &self,
+        record: Option<&Record>,
+        others: &[String],
+    ) -> Result<(), StateError> {
         let list = std::fs::read_dir(&self.path).map_err(|e| failed("read", &self.path, e))?;
         for entry in list {
             let name = entry.map_err(|error| failed("read", &self.path, error))?.file_name();
             let Some(name) = name.to_str() else { continue };
-            let Some(number) = name.strip_prefix(REGION) else { continue };
-            if record.is_some_and(|record| record.names().any(|needed| needed == name)) {
-                let number = number.parse::<u64>().unwrap_or(0);
+            let number = name.strip_prefix(REGION).and_then(|number| number.parse::<u64>().ok());
+            let is_needed = record.is_some_and(|record| record.names().any(|one| one == name))
+                || others.iter().any(|one| one == name);
+            if let (Some(number), true) = (number, is_needed) {
                 self.next_region.fetch_max(number.saturating_add(1), Ordering::Relaxed);
-            } else {
+            } else if number.is_some() || name == NEXT_RECORD {
                 let path = self.path.join(name);
                 std::fs::remove_file(&path).map_err(|error| failed("remove", &path, error))?;
             }
@@ -276,7 +289,7 @@ impl StateDir {
             }
             _ => {}
         }
-        self.tidy(None)
+        self.tidy(None, &[])
     }
 
     /// A new region of zeros, for which the disk has room.
@@ -330,6 +343,15 @@ impl StateDir {
             // What stays is removed with the session.
             let _ = std::fs::remove_file(self.path.join(name));
         }
+    }
+}
+
+/// What is not ours is neither mixed with ours nor removed.
+fn refuse_foreign(path: &Path) -> Result<(), StateError> {
+    let mut list = std::fs::read_dir(path).map_err(|error| failed("read", path, error))?;
+    match list.next().is_some() && !path.join(LOCK).exists() {
+        true => Err(StateError::Foreign { path: path.to_owned() }),
+        false => Ok(()),
     }
 }
 

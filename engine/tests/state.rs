@@ -43,7 +43,7 @@ fn stages() -> [Stage; 3] {
     };
     [
         Stage::Between,
-        Stage::Uploading { lost: vec![false, true, false], regions },
+        Stage::Uploading { absent: vec![false; 3], lost: vec![false, true, false], regions },
         Stage::Averaged { counted: vec![true, false, true] },
     ]
 }

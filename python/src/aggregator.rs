@@ -155,10 +155,14 @@ impl Aggregator {
         let counters = Counters::Aggregator(session.progress());
         let callback = self.progress.as_ref().map(|callback| callback.clone_ref(py));
         let mut reporter = Reporter::new(callback, Some(counters));
-        let run = move || work(&mut session).map(|()| session);
+        let run = move || (work(&mut session), session);
         let tick = |py: Python<'_>| reporter.report(py);
         let result = blocking::run_ticking(py, run, || self.canceller.cancel(), tick);
-        let session = result.and_then(OrRaise::or_raise);
+        let session = result.and_then(|(result, session)| {
+            // Also a round that failed says what it found.
+            *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Outcome::of(&session);
+            result.or_raise().map(|()| session)
+        });
         let session = session.and_then(|session| {
             phases.iter().try_for_each(|phase| reporter.finish(py, phase)).map(|()| session)
         });
@@ -180,7 +184,6 @@ impl Aggregator {
             session.round()?;
             if sends { session.broadcast() } else { Ok(()) }
         })?;
-        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Outcome::of(&session);
         let model = session.model().expect("a round that streams makes a model");
         let manifest = Arc::new(session.manifest().clone());
         self.put_back(State::Session(session, done + 1));

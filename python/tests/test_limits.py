@@ -98,6 +98,7 @@ def test_a_bad_update_ends_a_session_that_needs_everyone():
     done = Round(third=spoil)
     assert isinstance(done.error, fedlane.PeerError)
     assert 'client "c"' in str(done.error)
+    assert [update["client"] for update in done.aggregator.updates] == ["c"]
 
 
 def test_bad_elements_are_made_zero():

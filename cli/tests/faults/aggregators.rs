@@ -255,7 +255,7 @@ fn an_aggregator_that_has_averaged_what_it_never_asked_for() {
 
 #[test]
 fn an_aggregator_that_gives_dirty_reasons() {
-    let reason = "\x1b]0;gone\x07\x1b[2J\r\nnews\u{85}".repeat(30_000);
+    let reason = "\x1b]0;gone\x07\x1b[2J\r\nnews\u{85}".repeat(2_000);
     let act = |fake: &mut FakeAggregator| fake.say(&AggregatorMessage::Failed { reason });
     fake_session(act, &["ended the session:", "news"]);
 }

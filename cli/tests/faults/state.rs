@@ -7,7 +7,7 @@ use rustix::process::Signal;
 
 use super::host::in_namespace;
 use super::hostile::Process;
-use super::session::SOON;
+use super::session::{SOON, model_file, tensor};
 
 /// Files of a state that hold a session.
 fn files(state: &Path) -> Vec<String> {
@@ -21,7 +21,7 @@ fn files(state: &Path) -> Vec<String> {
 /// An aggregator that was killed when two clients had joined it; they dial for a while.
 fn interrupted(state: &Path) -> (Process, Process, String) {
     let arg = format!("--state={}", state.display());
-    let (serve, address) = Process::serve(&["--clients=2", &arg, "--rounds=40"]);
+    let (serve, address) = Process::serve(&["--clients=2", &arg, "--rounds=25"]);
     let client = |name| Process::join(&address, name, &["--generate=1MiB", "--reconnect-ms=2000"]);
     let (first, second) = (client("first"), client("second"));
     // They have a plan, and the session is on the disk.
@@ -54,17 +54,102 @@ fn a_session_of_many_rounds_goes_on() {
     let state = tempfile::tempdir().unwrap();
     let (first, second, address) = interrupted(state.path());
     for _ in 0..4 {
-        let serve = again(state.path(), &address, &["--clients=2", "--rounds=40"]);
+        let serve = again(state.path(), &address, &["--clients=2", "--rounds=25"]);
         serve.await_word("going on with the session");
         std::thread::sleep(Duration::from_millis(300));
         serve.signal(Signal::KILL);
         serve.end(SOON);
     }
-    let serve = again(state.path(), &address, &["--clients=2", "--rounds=40"]);
+    let serve = again(state.path(), &address, &["--clients=2", "--rounds=25"]);
     serve.succeeds(SOON);
     first.succeeds(SOON);
     second.succeeds(SOON);
     assert_eq!(files(state.path()), [""; 0]);
+}
+
+/// Ones, in a file for `--initial` and `--model`.
+fn ones(directory: &Path) -> String {
+    let header = format!("{{{}}}", tensor("t", "F32", "[256]", 0, 1024));
+    let mut file = model_file(&header, 0);
+    file.extend(1_f32.to_le_bytes().repeat(256));
+    let path = directory.join("ones.safetensors");
+    std::fs::write(&path, file).unwrap();
+    path.display().to_string()
+}
+
+#[test]
+fn updates_are_measured_from_the_same_model() {
+    let directory = tempfile::tempdir().unwrap();
+    let (state, model) = (directory.path().join("state"), ones(directory.path()));
+    let more = ["--clients=1", "--initial", &model, "--clip-norm=1"];
+    let arg = format!("--state={}", state.display());
+    let (serve, address) = Process::serve(&[&more[..], &[&arg]].concat());
+    let join = |name: &str| {
+        let args = ["join", &address, "--name", name, "--model", &model, "--reconnect-ms=5000"];
+        Process::start(&args)
+    };
+    let client = join("a");
+    // The round cannot end before the client has the initial model, nor the session before it is over.
+    client.await_line("download:");
+    serve.signal(Signal::KILL);
+    serve.end(SOON);
+    let serve = again(&state, &address, &more);
+    let update = serve.await_line("update of \"a\"");
+    assert!(update.contains("norm 0.0"), "{update}");
+    serve.succeeds(SOON);
+    client.succeeds(SOON);
+}
+
+#[test]
+fn a_session_that_lost_a_client_goes_on_when_it_comes() {
+    let state = tempfile::tempdir().unwrap();
+    let arg = format!("--state={}", state.path().display());
+    let args = ["--clients=2", &arg, "--reconnect-ms=200", "--deadline-ms=2000"];
+    let (serve, address) = Process::serve(&args);
+    let join = |name: &str, more: &[&str]| {
+        let usual = ["--deadline-ms=2000"];
+        Process::join(&address, name, &[&usual[..], more].concat())
+    };
+    let large = ["--generate=64MiB"];
+    let (first, second) = (join("first", &large), join("second", &large));
+    serve.await_line("prepare:");
+    second.signal(Signal::KILL);
+    serve.fails(SOON, &["client \"second\"", "the session is kept in"]);
+    first.fails(SOON, &["client \"second\""]);
+    let serve = again(state.path(), &address, &["--clients=2", "--deadline-ms=2000"]);
+    serve.await_line("listening on ");
+    let (first, second) = (join("first", &large), join("second", &large));
+    serve.succeeds(SOON);
+    first.succeeds(SOON);
+    second.succeeds(SOON);
+}
+
+#[test]
+fn a_session_that_began_with_few_goes_on() {
+    let state = tempfile::tempdir().unwrap();
+    let arg = format!("--state={}", state.path().display());
+    let few = ["--clients=3", "--min-clients=2", "--round-deadline=0.5", "--on-loss=spool"];
+    let (serve, address) = Process::serve(&[&few[..], &[&arg, "--rounds=8"]].concat());
+    let join = |name| Process::join(&address, name, &["--generate=1MiB", "--reconnect-ms=5000"]);
+    let (first, second) = (join("first"), join("second"));
+    first.await_line("upload:");
+    serve.signal(Signal::KILL);
+    serve.end(SOON);
+    let serve = again(state.path(), &address, &[&few[..], &["--rounds=8"]].concat());
+    serve.succeeds(SOON);
+    first.succeeds(SOON);
+    second.succeeds(SOON);
+}
+
+#[test]
+fn what_is_not_ours_stays() {
+    let state = tempfile::tempdir().unwrap();
+    let path = state.path().join("region-europe.csv");
+    std::fs::write(&path, "north").unwrap();
+    let arg = format!("--state={}", state.path().display());
+    let serve = Process::start(&["serve", "--listen=127.0.0.1:0", "--clients=1", &arg]);
+    serve.fails(SOON, &["is not empty and holds no session"]);
+    assert_eq!(std::fs::read_to_string(path).unwrap(), "north");
 }
 
 #[test]
@@ -72,7 +157,7 @@ fn a_session_of_other_options() {
     let state = tempfile::tempdir().unwrap();
     let (_first, _second, address) = interrupted(state.path());
     let serve = again(state.path(), &address, &["--clients=2", "--rounds=7"]);
-    serve.fails(SOON, &["--rounds 40, not 7", "remove the directory"]);
+    serve.fails(SOON, &["--rounds 25, not 7", "remove the directory"]);
 }
 
 #[test]
@@ -94,7 +179,7 @@ fn a_damaged_record() {
     let last = record.len() - 1;
     record[last] ^= 1;
     std::fs::write(&path, record).unwrap();
-    let serve = again(state.path(), &address, &["--clients=2", "--rounds=40"]);
+    let serve = again(state.path(), &address, &["--clients=2", "--rounds=25"]);
     serve.fails(SOON, &["does not match its checksum", "remove the directory"]);
 }
 
@@ -127,6 +212,6 @@ fn a_disk_without_room_for_the_state() {
     let path = state.path().to_str().unwrap();
     let Some(shell) = in_namespace(script, &[path]) else { return };
     let (_, said) = shell.end(SOON);
-    assert!(said.contains("cannot be kept in") && said.contains("free some space"), "{said}");
+    assert!(said.contains("the disk of") && said.contains("leaves 4 MiB"), "{said}");
     assert!(!said.contains("region-1\n"), "half a region stayed:\n{said}");
 }

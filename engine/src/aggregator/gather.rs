@@ -355,8 +355,14 @@ impl Gathering {
         let (mut members, admission, kept) = self.agree(manifest, &lanes)?;
         let warmed = members.await_all(warmed, min_clients).inspect_err(|error| {
             members.tell_all(&AggregatorMessage::Failed { reason: printable(&error.to_string()) });
+            if let Some(Err(error)) = kept.as_ref().map(Kept::end) {
+                tracing::warn!("{error}");
+            }
         })?;
-        let mut session = self.aggregator.begin(lanes, members, warmed, heartbeat, admission);
+        // Some may never have come.
+        self.aggregator.config.clients = members.peers.len();
+        let mut session =
+            self.aggregator.begin(min_clients, lanes, members, warmed, heartbeat, admission);
         session.kept = kept;
         Ok(session)
     }
@@ -440,6 +446,7 @@ impl Aggregator {
             ending: false,
             noticed: VecDeque::new(),
             put_off: VecDeque::new(),
+            looked: false,
             knocking: Vec::new(),
         };
         (members, Admission { door, session })
@@ -448,6 +455,7 @@ impl Aggregator {
     /// A session before its first round.
     pub(super) fn begin(
         self,
+        min_clients: usize,
         lanes: Lanes,
         members: Members,
         phase: Phase,
@@ -459,7 +467,7 @@ impl Aggregator {
             upload: Upload {
                 receive_path: config.receive_path,
                 order: config.order,
-                min_clients: config.min_clients.unwrap_or(config.clients),
+                min_clients,
                 round_deadline: config.round_deadline,
                 updates: config.updates,
             },

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::gather::accumulator_layout;
 use super::members::{Link, Members, Peer};
-use super::round::Regions;
+use super::round::{Begun, Regions};
 use super::{
     Admission, Aggregator, AggregatorConfig, Averaging, Lanes, Model, PeerShared, Session, Sizes,
 };
@@ -16,7 +16,7 @@ use crate::error::{AggregatorError, Fault, SinkError, StateError};
 use crate::ledger::{self, LaneLedger, Stream};
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::Meter;
-use crate::region::Region;
+use crate::region::{Region, RegionPool};
 use crate::state::{ClientRecord, ModelRecord, Record, RegionNames, Stage, StateDir};
 use crate::wire::checksum::model_digest;
 use crate::wire::hello::SessionId;
@@ -27,8 +27,8 @@ pub(super) struct Kept {
     record: Record,
     /// What has come from whom in this round; in use while updates come.
     pub ledger: Option<Region>,
-    /// A round that an earlier process had begun: how it averages, who was left out, and its memory.
-    begun: Option<(Averaging, Vec<bool>, Regions)>,
+    /// A round that an earlier process had begun.
+    begun: Option<Begun>,
 }
 
 /// What a new session is to be kept as.
@@ -105,10 +105,11 @@ impl Kept {
     pub fn begin_round(
         &mut self,
         round: u32,
-        lost: &[bool],
-        regions: &Regions,
+        begun: &Begun,
         needs_model: bool,
+        pool: &RegionPool,
     ) -> Result<(), AggregatorError> {
+        let Begun { absent, lost, regions, .. } = begun;
         let name = |region: &Region| region.name().unwrap_or_default().to_owned();
         let regions = RegionNames {
             ledger: regions.ledger.as_ref().map(name).unwrap_or_default(),
@@ -118,8 +119,11 @@ impl Kept {
         };
         self.record.round = round;
         self.record.model = self.record.model.take().filter(|_| needs_model);
-        self.record.stage = Stage::Uploading { lost: lost.to_vec(), regions };
-        self.write()
+        let (absent, lost) = (absent.clone(), lost.clone());
+        self.record.stage = Stage::Uploading { absent, lost, regions };
+        self.write()?;
+        // A model that somebody still holds was in a region that nobody will use again.
+        Ok(self.directory.tidy(Some(&self.record), &pool.free_names())?)
     }
 
     /// A client is left out of the round.
@@ -134,18 +138,22 @@ impl Kept {
     pub fn end_round(
         &mut self,
         counted: &[bool],
-        model: &Region,
-        digest: [u8; 32],
+        model: ModelRecord,
     ) -> Result<(), AggregatorError> {
-        let region = model.name().unwrap_or_default().to_owned();
-        self.record.model = Some(ModelRecord { region, digest });
+        self.record.model = Some(model);
         self.record.stage = Stage::Averaged { counted: counted.to_vec() };
         self.write()
     }
 
     /// The model of the round is with its clients.
-    pub fn note_sent(&mut self, round: u32, peers: &[Peer]) -> Result<(), AggregatorError> {
+    pub fn note_sent(
+        &mut self,
+        round: u32,
+        peers: &[Peer],
+        model: Option<ModelRecord>,
+    ) -> Result<(), AggregatorError> {
         self.record.sent = Some(round);
+        self.record.model = model;
         for (client, peer) in self.record.clients.iter_mut().zip(peers) {
             client.holds = peer.holds;
         }
@@ -159,7 +167,7 @@ impl Kept {
     }
 
     /// The round that an earlier process had begun.
-    pub fn take_begun(&mut self) -> Option<(Averaging, Vec<bool>, Regions)> {
+    pub fn take_begun(&mut self) -> Option<Begun> {
         self.begun.take()
     }
 
@@ -185,8 +193,15 @@ impl Aggregator {
             return Err(AggregatorError::Initial { difference });
         }
         let layout = accumulator_layout(&self.config, &manifest)?;
+        let min_clients = self.config.min_clients.unwrap_or(self.config.clients);
+        // Some may never have come.
+        self.config.clients = kept.record.clients.len();
         let lanes = Lanes::cut(&self.config, &manifest, layout)?;
         let model = kept.read_model(&manifest, &lanes)?;
+        if self.config.updates.clip_norm.is_some() && kept.record.sent.is_some() && model.is_none()
+        {
+            return Err(kept.damaged("the model that updates are measured from is not there"));
+        }
         kept.take_up(&self.config, &manifest, &lanes)?;
         let (members, admission) = self.expect_back(&kept.record, manifest, &lanes, listeners)?;
         tracing::info!(
@@ -196,7 +211,7 @@ impl Aggregator {
         );
         let record = kept.record.clone();
         let phase = meter.stop(0);
-        let mut session = self.begin(lanes, members, phase, heartbeat, admission);
+        let mut session = self.begin(min_clients, lanes, members, phase, heartbeat, admission);
         session.model = model;
         session.sent = record.sent;
         session.round = record.round;
@@ -265,7 +280,7 @@ impl Kept {
         lanes: &Lanes,
     ) -> Result<(), AggregatorError> {
         let ledger_bytes = ledger::bytes(lanes.chunks.len(), self.record.clients.len());
-        let Stage::Uploading { lost, regions } = &self.record.stage else {
+        let Stage::Uploading { absent, lost, regions } = &self.record.stage else {
             let made = self.directory.make_region(ledger_bytes).map_err(SinkError::from)?;
             self.ledger = Some(made);
             return Ok(());
@@ -288,7 +303,8 @@ impl Kept {
             staged: each.collect::<Result<_, _>>()?,
             ledger: Some(self.directory.open_region(&regions.ledger, ledger_bytes)?),
         };
-        self.begun = Some((averaging, lost.clone(), regions));
+        let (absent, lost) = (absent.clone(), lost.clone());
+        self.begun = Some(Begun { averaging, absent, lost, regions });
         Ok(())
     }
 }

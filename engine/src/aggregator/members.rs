@@ -176,6 +176,8 @@ pub(super) struct Members {
     pub noticed: VecDeque<Notice>,
     /// Events that came when nobody could react to them.
     pub put_off: VecDeque<Event>,
+    /// What had come was taken, and what is due may now happen.
+    pub looked: bool,
     /// Who wants to come back while his last connection still seems to stand, and until when it is
     /// looked at again.
     pub knocking: Vec<(Instant, Joined)>,
@@ -230,21 +232,31 @@ impl Members {
     /// Only what ends the whole session.
     pub fn next(&mut self, until: Option<Instant>) -> Result<Notice, AggregatorError> {
         loop {
-            if let Some(notice) = self.noticed.pop_front().or_else(|| self.due()) {
+            if let Some(notice) = self.noticed.pop_front() {
                 return Ok(notice);
             }
-            let now = Instant::now();
-            if until.is_some_and(|until| until <= now) {
-                return Ok(Notice::Timeout);
-            }
-            let wake = self.next_due().into_iter().chain(until).min();
-            let wait = wake.map_or(limits::DEADLINE, |wake| wake.saturating_duration_since(now));
             if let Some(event) = self.put_off.pop_front() {
                 if let Some(notice) = self.understand(event)? {
                     return Ok(notice);
                 }
                 continue;
             }
+            let now = Instant::now();
+            let wake = self.next_due();
+            // Who came before his time was over came in time, also if nobody looked.
+            if wake.is_some_and(|wake| wake <= now) && !std::mem::replace(&mut self.looked, true) {
+                self.put_off.extend(self.events.try_iter());
+                continue;
+            }
+            self.looked = false;
+            if let Some(notice) = self.due() {
+                return Ok(notice);
+            }
+            if until.is_some_and(|until| until <= now) {
+                return Ok(Notice::Timeout);
+            }
+            let wake = self.next_due().into_iter().chain(until).min();
+            let wait = wake.map_or(limits::DEADLINE, |wake| wake.saturating_duration_since(now));
             match self.events.recv_timeout(wait) {
                 Ok(event) => {
                     if let Some(notice) = self.understand(event)? {

@@ -23,6 +23,7 @@ use crate::sink::mean::{MeanSink, MeanSlices, Wave};
 use crate::sink::region::{Part, RegionSink};
 use crate::source::Source;
 use crate::source::region::RegionSource;
+use crate::state::ModelRecord;
 use crate::verdict::{Findings, OnNonfinite, Place, Rejection, UpdateReport, Verdict};
 use crate::wire::checksum::model_digest;
 use crate::wire::message::AggregatorMessage;
@@ -221,11 +222,18 @@ impl Session {
 
     /// A process that begins again shall find the mean.
     fn keep_model(&mut self) -> Result<(), AggregatorError> {
-        let digest = self.model.as_ref().map(|model| self.digest(model));
-        let (Some(kept), Some(model), Some(digest)) = (&mut self.kept, &self.model, digest) else {
-            return Ok(());
-        };
-        kept.end_round(&self.counted, &model.region, digest)
+        let record = self.model_record();
+        match (&mut self.kept, record) {
+            (Some(kept), Some(record)) => kept.end_round(&self.counted, record),
+            _ => Ok(()),
+        }
+    }
+
+    /// Where the model is kept, if it is.
+    fn model_record(&self) -> Option<ModelRecord> {
+        let model = self.model.as_ref()?;
+        let region = model.region.name()?.to_owned();
+        Some(ModelRecord { region, digest: self.digest(model) })
     }
 
     fn digest(&self, model: &Model) -> [u8; 32] {
@@ -233,8 +241,8 @@ impl Session {
         model_digest(&layout, self.lanes.chunks.chunk_bytes(), &model.sums)
     }
 
-    /// Whose updates are not expected.
-    fn lost(&self) -> Vec<bool> {
+    /// Whose updates are not expected from the start.
+    fn absent(&self) -> Vec<bool> {
         // Who came back too late for the last model cannot have trained on it.
         let lacks = |peer: &Peer| self.sent.is_some() && peer.holds != self.sent;
         let peers = self.members.peers.iter();
@@ -251,11 +259,12 @@ impl Session {
             self.check_finite(base)?;
         }
         let clock = UploadClock::start(round);
-        let (averaging, lost, mut regions) = self.begin_round()?;
-        self.averaging = averaging;
+        let begun = self.begin_round()?;
         if let Some(kept) = &mut self.kept {
-            kept.begin_round(round, &lost, &regions, base.is_some())?;
+            kept.begin_round(round, &begun, base.is_some(), &self.pool)?;
         }
+        let Begun { averaging, absent, lost, mut regions } = begun;
+        self.averaging = averaging;
         let has_mean = self.lanes.layout.is_some();
         let mut sums = vec![0; if has_mean { self.lanes.chunks.len() } else { 0 }];
         for peer in &mut self.members.peers {
@@ -265,7 +274,7 @@ impl Session {
         let mut ledger = regions.ledger.take();
         let expected = lost.iter().filter(|&&lost| !lost).count();
         let place = (&mut regions, sums.as_mut_slice(), ledger.as_mut());
-        self.counted = self.upload(averaging, lost, place, base, &clock)?;
+        self.counted = self.upload(averaging, (absent, lost), place, base, &clock)?;
         if let Some(kept) = &mut self.kept {
             kept.ledger = ledger;
         }
@@ -291,17 +300,15 @@ impl Session {
         Ok((region.map(|region| Model { region: Arc::new(region), sums }), staged))
     }
 
-    /// How the round averages, whose updates are not expected, and its memory: those that it was begun
-    /// with, if an earlier process did that.
-    fn begin_round(&mut self) -> Result<(Averaging, Vec<bool>, Regions), AggregatorError> {
-        match self.kept.as_mut().and_then(Kept::take_begun) {
-            Some(begun) => Ok(begun),
-            None => {
-                let lost = self.lost();
-                let averaging = self.choose_averaging(&lost)?;
-                Ok((averaging, lost, self.take_regions(averaging)?))
-            }
+    /// Begins a round, or goes on with the one that an earlier process began.
+    fn begin_round(&mut self) -> Result<Begun, AggregatorError> {
+        if let Some(begun) = self.kept.as_mut().and_then(Kept::take_begun) {
+            return Ok(begun);
         }
+        let absent = self.absent();
+        let averaging = self.choose_averaging(&absent)?;
+        let regions = self.take_regions(averaging)?;
+        Ok(Begun { averaging, lost: absent.clone(), absent, regions })
     }
 
     /// Whether updates are averaged while they arrive, or when they are whole.
@@ -317,12 +324,19 @@ impl Session {
         let round = Prospect {
             clients: lost.iter().filter(|&&lost| !lost).count() as u64,
             model_bytes: self.manifest().data_bytes(),
-            free_bytes: self.pool.available_bytes(),
+            free_bytes: self.pool.available_bytes().saturating_add(self.pool.free_bytes()),
         };
         let choice = self.experience.choose(self.config.on_loss, round);
         let way = if choice.spools { "spool" } else { "redo" };
         tracing::info!("round {}: on a loss {way}: {}", self.round, choice.why);
-        Ok(if choice.spools { Averaging::Staged } else { Averaging::Streaming })
+        if choice.spools {
+            return Ok(Averaging::Staged);
+        }
+        if self.averaging == Averaging::Staged {
+            // Others can use what the updates took.
+            self.pool.trim();
+        }
+        Ok(Averaging::Streaming)
     }
 
     /// Remembers what the round has shown of losses and of speeds.
@@ -345,7 +359,7 @@ impl Session {
     fn upload(
         &mut self,
         averaging: Averaging,
-        lost: Vec<bool>,
+        (absent, lost): (Vec<bool>, Vec<bool>),
         (regions, sums, ledger): (&mut Regions, &mut [u64], Option<&mut Region>),
         base: Option<&[u8]>,
         clock: &UploadClock,
@@ -357,9 +371,12 @@ impl Session {
         let people = (&mut self.members, &mut self.kept);
         match averaging {
             Averaging::Streaming => {
-                let examples = people.0.examples(&lost);
-                let sinks =
-                    lanes.mean_sinks(&Weights::new(&examples)?, &lost, regions, sums, None)?;
+                let mut weights = Weights::new(&people.0.examples(&absent))?;
+                // As an earlier process did it: its sums have these weights.
+                for peer in (0..lost.len()).filter(|&peer| lost[peer] && !absent[peer]) {
+                    weights.lose(peer)?;
+                }
+                let sinks = lanes.mean_sinks(&weights, &lost, regions, sums, None)?;
                 let sinks = sinks.into_iter().map(|sink| sink.noting(ledgers.next())).collect();
                 upload.run(lanes, people, sinks, lost, seen, clock)
             }
@@ -546,8 +563,9 @@ impl Session {
         let phase = meter.stop(self.manifest().data_bytes() * confirmed as u64);
         self.phases.push(phase.sent_by(kind));
         (self.sent, self.unsent) = (Some(self.round), false);
+        let record = self.model_record();
         match &mut self.kept {
-            Some(kept) => kept.note_sent(self.round, &self.members.peers),
+            Some(kept) => kept.note_sent(self.round, &self.members.peers, record),
             None => Ok(()),
         }
     }
@@ -559,6 +577,16 @@ impl Session {
         }
         result
     }
+}
+
+/// A round that has begun.
+pub(super) struct Begun {
+    pub averaging: Averaging,
+    /// Who is not expected from the start.
+    pub absent: Vec<bool>,
+    /// Those, and who was lost since.
+    pub lost: Vec<bool>,
+    pub regions: Regions,
 }
 
 /// The memory of one round; see [`Sizes`].

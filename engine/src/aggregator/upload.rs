@@ -336,26 +336,36 @@ impl Uploading<'_> {
             );
             return Ok(());
         }
-        self.leave_out(peer, fault.to_string())?;
+        let mut lost = vec![(peer, fault.to_string())];
         // What others are asked for again, those who are gone cannot send.
-        for other in 0..self.lost.len() {
-            if let (false, Link::Gone { why }) = (self.lost[other], &self.members.peers[other].link)
-            {
-                let why = why.clone();
-                self.leave_out(other, why)?;
+        for (other, member) in self.members.peers.iter().enumerate() {
+            if let (false, Link::Gone { why }) = (self.lost[other] || other == peer, &member.link) {
+                lost.push((other, why.clone()));
             }
         }
-        self.check_quorum(Some((peer, fault)))
+        self.leave_out(lost, fault)
     }
 
-    fn leave_out(&mut self, peer: usize, why: String) -> Result<(), AggregatorError> {
-        self.members.peers[peer].left_out = why;
-        self.lost[peer] = true;
-        // Before anything of it is taken out: it must not come in again.
-        self.kept.as_mut().map_or(Ok(()), |kept| kept.leave_out(peer))?;
-        self.losses.iter_mut().for_each(|losses| *losses += 1);
+    /// Takes clients out of the round, if enough others are left; `fault` is the first one's.
+    fn leave_out(
+        &mut self,
+        lost: Vec<(usize, String)>,
+        fault: Fault,
+    ) -> Result<(), AggregatorError> {
+        let Some(&(first, _)) = lost.first() else { return Ok(()) };
+        for (peer, why) in &lost {
+            self.members.peers[*peer].left_out.clone_from(why);
+            self.lost[*peer] = true;
+        }
+        // A session that ends here takes nobody out: begun again, it may have all.
+        self.check_quorum(Some((first, fault)))?;
+        for (peer, _) in lost {
+            // Before anything of it is taken out: it must not come in again.
+            self.kept.as_mut().map_or(Ok(()), |kept| kept.leave_out(peer))?;
+            self.losses.iter_mut().for_each(|losses| *losses += 1);
+            self.order(|| ReceiveOrder::Lose { peer });
+        }
         self.whole.iter_mut().for_each(|whole| whole.fill(false));
-        self.order(|| ReceiveOrder::Lose { peer });
         Ok(())
     }
 
@@ -400,8 +410,7 @@ impl Uploading<'_> {
     fn leave_late(&mut self, late: Vec<usize>, seconds: f64) -> Result<(), AggregatorError> {
         for peer in late {
             let fault = || Fault::TooLate { seconds };
-            self.leave_out(peer, fault().to_string())?;
-            self.check_quorum(Some((peer, fault())))?;
+            self.leave_out(vec![(peer, fault().to_string())], fault())?;
             // It may come back for the next round.
             let connection = self.members.peers[peer].up().map_or(0, |up| up.id);
             self.members.drop_connection(peer, connection, fault());

@@ -259,8 +259,7 @@ impl Keeper {
 
 /// An aggregator that began again may have begun another session.
 fn is_same_session(plan: &Plan, first: &Plan) -> bool {
-    let terms =
-        |plan: &Plan| (plan.session, plan.client, plan.streams, plan.chunk_bytes, plan.rounds);
+    let terms = |plan: &Plan| (plan.session, plan.client, plan.streams, plan.chunk_bytes);
     terms(plan) == terms(first)
 }
 

@@ -10,6 +10,12 @@ pub enum StateError {
         /// The directory.
         path: PathBuf,
     },
+    /// It is somebody else's.
+    #[error("{} is not empty and holds no session; name a directory of its own", path.display())]
+    Foreign {
+        /// The directory.
+        path: PathBuf,
+    },
     /// The operating system refused.
     #[error("cannot {action} {}: {source}; the state of a session needs a directory that can be written and room for its model", path.display())]
     Io {

@@ -415,11 +415,7 @@ impl Sink for MeanSink<'_> {
             return Ok(false);
         }
         self.clients -= 1;
-        let alone = self.weights.lose(peer)?;
-        if alone {
-            self.completed.fill(false);
-        }
-        Ok(alone)
+        Ok(self.weights.lose(peer)?)
     }
 
     fn forget(&mut self, chunk: &Chunk) {
