@@ -1,7 +1,6 @@
 //! An aggregator that keeps its session on disk, and what can be wrong with that.
 
 use std::path::Path;
-use std::time::Duration;
 
 use rustix::process::Signal;
 
@@ -56,7 +55,7 @@ fn a_session_of_many_rounds_goes_on() {
     for _ in 0..4 {
         let serve = again(state.path(), &address, &["--clients=2", "--rounds=25"]);
         serve.await_word("going on with the session");
-        std::thread::sleep(Duration::from_millis(300));
+        serve.await_line("the mean of 2 clients");
         serve.signal(Signal::KILL);
         serve.end(SOON);
     }
