@@ -36,7 +36,7 @@ use crate::wire::hello::{Place, Secret, SessionId, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
 use door::{Door, Reception, Visit};
-pub(crate) use gather::refuse;
+pub(crate) use gather::{check_examples, check_model, check_name, refuse};
 use members::{Members, Notice};
 
 /// What happens to the updates.
@@ -180,7 +180,7 @@ pub(crate) struct Joined {
 pub(crate) struct Seat(Arc<AtomicUsize>);
 
 impl Seat {
-    fn take(taken: &Arc<AtomicUsize>, most: usize) -> Option<Seat> {
+    pub(crate) fn take(taken: &Arc<AtomicUsize>, most: usize) -> Option<Seat> {
         let seat = Seat(taken.clone());
         (taken.fetch_add(1, Ordering::SeqCst) < most).then_some(seat)
     }
@@ -199,7 +199,7 @@ impl Joined {
     }
 }
 
-fn label(name: &str, address: SocketAddr) -> String {
+pub(crate) fn label(name: &str, address: SocketAddr) -> String {
     format!("client \"{name}\" ({address})")
 }
 
@@ -228,7 +228,8 @@ impl Aggregator {
         let listen = |source| AggregatorError::Listen { address: address.to_string(), source };
         let listener = control::listen(&address, &config.congestion).map_err(listen)?;
         let bound = listener.local_addr().map_err(listen)?;
-        refuse_open(&config, bound)?;
+        let is_open = config.secret == Secret::OPEN && config.tls.is_none() && !config.insecure;
+        refuse_open(is_open, bound)?;
         let (sender, events) = std::sync::mpsc::channel();
         let joined = sender.clone();
         let secret = config.secret;
@@ -337,8 +338,7 @@ fn check(config: &AggregatorConfig) -> Result<(), AggregatorError> {
 
 /// Lets nobody in by oversight: behind a door that is open to all there must be nothing but this host,
 /// unless somebody says so.
-fn refuse_open(config: &AggregatorConfig, bound: SocketAddr) -> Result<(), AggregatorError> {
-    let is_open = config.secret == Secret::OPEN && config.tls.is_none() && !config.insecure;
+pub(crate) fn refuse_open(is_open: bool, bound: SocketAddr) -> Result<(), AggregatorError> {
     match is_open && !bound.ip().to_canonical().is_loopback() {
         true => Err(AggregatorError::Open { address: bound }),
         false => Ok(()),

@@ -363,6 +363,14 @@ pub enum Fault {
         /// How long it had.
         seconds: f64,
     },
+    /// A neighbour of it in the ring says so.
+    #[error("cannot be reached in the ring: {neighbour}: {reason}")]
+    Neighbour {
+        /// Who says so.
+        neighbour: String,
+        /// Its words.
+        reason: String,
+    },
     /// It did not open all its data channels.
     #[error("opened {opened} of {wanted} data connections within the deadline")]
     Streams {
@@ -435,6 +443,11 @@ pub enum AggregatorError {
         /// The first tensor that differs, and how.
         difference: String,
     },
+    /// TLS in a ring.
+    #[error(
+        "hosts of a ring do not speak TLS to each other yet: use a secret, and a network of your own"
+    )]
+    RingTls,
     /// Too few clients are left for a mean.
     #[error("{left} clients are left and a mean needs {wanted} (--min-clients)")]
     Quorum {

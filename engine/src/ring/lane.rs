@@ -184,8 +184,7 @@ pub(super) fn run(
 ) -> Result<(), Fault> {
     let receiver = left.receive_path(task.receive_path).map_err(Fault::left)?;
     let sender = right.send_path(task.send_path).map_err(Fault::right)?;
-    let (to_come, to_go) =
-        (part.schedule.received_by(task.rank), part.schedule.sent_by(task.rank));
+    let (to_come, to_go) = (part.schedule.received_by(task.rank), part.schedule.sent_by(task.rank));
     let weight = task.weights.get(task.rank).ok_or(ReducerError::NoWeight)?;
     let now = Instant::now();
     let mut lane = Lane {
@@ -276,7 +275,9 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
 
     fn own_chunk(&mut self, item: Item) -> Result<Result<Outgoing, Step>, Fault> {
         // What comes needs a slot too, and goes before the next chunk of our own.
-        let Some(slot) = self.free_slot().map_err(Fault::right)? else { return Ok(Err(Step::NoRoom)) };
+        let Some(slot) = self.free_slot().map_err(Fault::right)? else {
+            return Ok(Err(Step::NoRoom));
+        };
         let length = self.length(item)?;
         let chunk = self.task.chunks.get(item.chunk);
         let payload = read(self.task.source, &chunk.bytes, &mut self.scratch)?;

@@ -11,6 +11,7 @@ use crate::region::Region;
 pub(super) struct Stage {
     region: Region,
     slot_bytes: usize,
+    slots: usize,
     free: Vec<usize>,
     /// Slots whose bytes have gone, in this order, and have not been confirmed.
     sent: VecDeque<usize>,
@@ -20,12 +21,12 @@ impl Stage {
     /// Slots for a ring of so many ranks: what a rank may send before it needs its left neighbour is the
     /// sums of one tick, so with more than these no ring of ranks waits for itself. Twice as many let it
     /// run ahead of a neighbour that is busy.
-    pub fn slots(ranks: usize) -> usize {
+    fn slots(ranks: usize) -> usize {
         2 * (ranks - 1) + 2
     }
 
     /// Bytes of a region that has them.
-    pub fn bytes(ranks: usize, sums_bytes: u64) -> u64 {
+    fn bytes(ranks: usize, sums_bytes: u64) -> u64 {
         Stage::slots(ranks) as u64 * Stage::slot_bytes(sums_bytes)
     }
 
@@ -41,6 +42,7 @@ impl Stage {
         let region = Region::new(Stage::bytes(ranks, sums_bytes))?;
         Ok(Stage {
             region,
+            slots: Stage::slots(ranks),
             slot_bytes: Stage::slot_bytes(sums_bytes) as usize,
             free: (0..Stage::slots(ranks)).rev().collect(),
             sent: VecDeque::new(),
@@ -67,9 +69,10 @@ impl Stage {
         self.sent.push_back(slot);
     }
 
-    /// Whether bytes are on their way.
-    pub fn awaits(&self) -> bool {
-        !self.sent.is_empty()
+    /// Frees all slots, for another all-reduce: nobody waits for their bytes any more.
+    pub fn reset(&mut self) {
+        self.sent.clear();
+        self.free = (0..self.slots).rev().collect();
     }
 
     /// The right neighbour has the bytes of the oldest `count` slots; false if there were not so many.

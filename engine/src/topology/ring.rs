@@ -98,5 +98,8 @@ pub fn chunk_bytes(model_bytes: u64, ranks: usize, streams: usize, most: u64) ->
     let most = most.min(room).max(least);
     let groups = model_bytes.div_ceil(parts * most).max(1);
     // Whole cache lines, so that no dtype is cut.
-    model_bytes.div_ceil(parts * groups).next_multiple_of(limits::ACCUMULATOR_ALIGN_BYTES).max(least)
+    model_bytes
+        .div_ceil(parts * groups)
+        .next_multiple_of(limits::ACCUMULATOR_ALIGN_BYTES)
+        .max(least)
 }
