@@ -109,7 +109,11 @@ impl Demo {
 
     /// Clients send from a warm region, as after training, unless the model is too large for that.
     fn memory_allows_staging(&self, model_bytes: u64) -> bool {
-        let copies = u64::from(self.clients) + 3;
+        // In a ring each holds the mean too.
+        let copies = match self.topology {
+            Topology::Star => u64::from(self.clients) + 3,
+            Topology::Ring => 2 * u64::from(self.clients) + 1,
+        };
         model_bytes.saturating_mul(copies) < available_memory().0 / 2
     }
 

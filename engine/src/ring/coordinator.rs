@@ -303,7 +303,7 @@ impl Coordinator {
         let waits_until = self.config.round_deadline.map(|most| Instant::now() + most);
         for peer in &mut self.peers {
             peer.asked = round;
-            peer.ready = None;
+            (peer.ready, peer.reduced, peer.broken) = (None, None, None);
             tell(peer, &AggregatorMessage::Upload { round });
         }
         let (mut attempt, mut repeats) = (0, 0);
