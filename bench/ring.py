@@ -150,7 +150,8 @@ def run_fedlane(args):
 
 
 def has(python, module):
-    return subprocess.run([python, "-c", f"import {module}"], stderr=subprocess.DEVNULL).returncode == 0
+    command = [python, "-c", f"import {module}"]
+    return bool(shutil.which(python)) and subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def contenders(args):

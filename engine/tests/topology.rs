@@ -92,5 +92,5 @@ fn hosts_of_one_machine_stand_side_by_side() {
     ];
     assert_eq!(order(&hosts), [2, 0, 1, 3]);
     assert_eq!(streams(&hosts, 8), 4);
-    assert_eq!(streams(&hosts, 1), 1);
+    assert_eq!(streams(&hosts, 1), 2);
 }

@@ -443,11 +443,6 @@ pub enum AggregatorError {
         /// The first tensor that differs, and how.
         difference: String,
     },
-    /// TLS in a ring.
-    #[error(
-        "hosts of a ring do not speak TLS to each other yet: use a secret, and a network of your own"
-    )]
-    RingTls,
     /// Too few clients are left for a mean.
     #[error("{left} clients are left and a mean needs {wanted} (--min-clients)")]
     Quorum {

@@ -36,8 +36,8 @@ pub struct RingConfig {
     pub round_deadline: Option<Duration>,
     /// Rounds that will be run; told to the hosts.
     pub rounds: u32,
-    /// Lanes, and so connections between neighbours; if it is not said, one for each core that a host
-    /// has for itself.
+    /// Lanes, and so connections between neighbours; if it is not said, as
+    /// [`topology::ring::streams`] says.
     pub streams: Option<usize>,
     /// Most bytes of a chunk.
     pub chunk_bytes: u64,
@@ -59,7 +59,7 @@ impl Default for RingConfig {
             round_deadline: None,
             rounds: 1,
             streams: None,
-            chunk_bytes: limits::RING_CHUNK_BYTES,
+            chunk_bytes: limits::CHUNK_BYTES,
             deadline: limits::DEADLINE,
             congestion: Congestion::Auto,
             secret: Secret::OPEN,

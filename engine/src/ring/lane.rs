@@ -368,7 +368,7 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
         while self.incoming.as_ref().is_some_and(|incoming| incoming.left() > 0) {
             match self.receive_some().map_err(Fault::left)? {
                 Step::Moved => moved = true,
-                step if moved => return Ok(Step::Moved.max_of(step)),
+                _ if moved => return Ok(Step::Moved),
                 step => return Ok(step),
             }
         }
@@ -452,7 +452,7 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
             let out = Outgoing { item: next, slot, length, sum, head_sent: 0, sent: 0 };
             self.ready.push_back(out);
         }
-        if self.unconfirmed >= limits::RING_CONFIRM_EACH {
+        if usize::from(self.unconfirmed) >= self.part.stage.slots() / 3 {
             self.confirm()?;
         }
         Ok(())
@@ -536,13 +536,6 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
             self.low_water = wanted;
         }
         Ok(())
-    }
-}
-
-impl Step {
-    /// Something moved before this came.
-    fn max_of(self, _then: Step) -> Step {
-        self
     }
 }
 

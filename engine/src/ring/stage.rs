@@ -21,13 +21,13 @@ impl Stage {
     /// Slots for a ring of so many ranks: what a rank may send before it needs its left neighbour is the
     /// sums of one tick, so with more than these no ring of ranks waits for itself. Twice as many let it
     /// run ahead of a neighbour that is busy.
-    fn slots(ranks: usize) -> usize {
+    fn slots_for(ranks: usize) -> usize {
         2 * (ranks - 1) + 2
     }
 
     /// Bytes of a region that has them.
     fn bytes(ranks: usize, sums_bytes: u64) -> u64 {
-        Stage::slots(ranks) as u64 * Stage::slot_bytes(sums_bytes)
+        Stage::slots_for(ranks) as u64 * Stage::slot_bytes(sums_bytes)
     }
 
     fn slot_bytes(sums_bytes: u64) -> u64 {
@@ -42,11 +42,16 @@ impl Stage {
         let region = Region::new(Stage::bytes(ranks, sums_bytes))?;
         Ok(Stage {
             region,
-            slots: Stage::slots(ranks),
+            slots: Stage::slots_for(ranks),
             slot_bytes: Stage::slot_bytes(sums_bytes) as usize,
-            free: (0..Stage::slots(ranks)).rev().collect(),
+            free: (0..Stage::slots_for(ranks)).rev().collect(),
             sent: VecDeque::new(),
         })
+    }
+
+    /// How many slots there are.
+    pub fn slots(&self) -> usize {
+        self.slots
     }
 
     /// A free slot, if there is one.

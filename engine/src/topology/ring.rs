@@ -83,9 +83,10 @@ pub fn order(hosts: &[Host]) -> Vec<usize> {
     order
 }
 
-/// Lanes, and so connections between two neighbours: one for each core that a host has for itself.
+/// Lanes, and so connections between two neighbours: one for each core that a host has for itself, and two
+/// at least, so that one works while the other waits for a neighbour.
 pub fn streams(hosts: &[Host], cores: usize) -> usize {
-    (cores / most_on_one_machine(hosts).max(1)).clamp(1, limits::MAX_STREAMS)
+    (cores / most_on_one_machine(hosts).max(1)).clamp(2, limits::MAX_STREAMS)
 }
 
 /// Bytes of a chunk: at most `most`, less in a large ring, where each rank holds a few chunks for each
