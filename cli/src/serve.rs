@@ -175,7 +175,7 @@ impl Serve {
             round_deadline: self.averager.round_deadline,
             rounds: self.rounds,
             streams: self.averager.streams,
-            chunk_bytes: self.averager.chunk_bytes,
+            chunk_bytes: self.averager.chunk_bytes.min(limits::RING_CHUNK_BYTES),
             deadline: self.paths.deadline(),
             congestion: self.paths.congestion.clone(),
             secret: self.secret.read()?,

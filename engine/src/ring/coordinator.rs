@@ -59,7 +59,7 @@ impl Default for RingConfig {
             round_deadline: None,
             rounds: 1,
             streams: None,
-            chunk_bytes: limits::CHUNK_BYTES,
+            chunk_bytes: limits::RING_CHUNK_BYTES,
             deadline: limits::DEADLINE,
             congestion: Congestion::Auto,
             secret: Secret::OPEN,

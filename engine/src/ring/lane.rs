@@ -274,10 +274,8 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
     }
 
     fn own_chunk(&mut self, item: Item) -> Result<Result<Outgoing, Step>, Fault> {
-        // What comes needs a slot too, and goes before the next chunk of our own.
-        let Some(slot) = self.free_slot().map_err(Fault::right)? else {
-            return Ok(Err(Step::NoRoom));
-        };
+        let slot = self.free_slot(Stage::take_own).map_err(Fault::right)?;
+        let Some(slot) = slot else { return Ok(Err(Step::NoRoom)) };
         let length = self.length(item)?;
         let chunk = self.task.chunks.get(item.chunk);
         let payload = read(self.task.source, &chunk.bytes, &mut self.scratch)?;
@@ -326,11 +324,15 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
     }
 
     /// A free slot, also one that was confirmed just now.
-    fn free_slot(&mut self) -> Result<Option<usize>, TransferError> {
-        if !self.part.stage.has_room() {
-            self.take_confirmations()?;
+    fn free_slot(
+        &mut self,
+        take: fn(&mut Stage) -> Option<usize>,
+    ) -> Result<Option<usize>, TransferError> {
+        if let Some(slot) = take(self.part.stage) {
+            return Ok(Some(slot));
         }
-        Ok(self.part.stage.take())
+        self.take_confirmations()?;
+        Ok(take(self.part.stage))
     }
 
     fn take_confirmations(&mut self) -> Result<(), TransferError> {
@@ -353,7 +355,7 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
         if self.incoming.is_none() {
             let Some(&item) = self.to_come.peek() else { return Ok(Step::Idle) };
             let slot = match self.is_sum(item.step) {
-                true => match self.free_slot().map_err(Fault::right)? {
+                true => match self.free_slot(Stage::take).map_err(Fault::right)? {
                     None => return Ok(Step::NoRoom),
                     slot => slot,
                 },

@@ -1,11 +1,21 @@
 //! Every host has the right mean, and the same one.
 
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::SeqCst;
+use std::thread::{sleep, spawn};
+use std::time::Duration;
+
+use fedlane::error::SourceError;
 use fedlane::manifest::{Dtype, Manifest};
 use fedlane::ring::RingConfig;
+use fedlane::source::Source;
+use fedlane::source::generator::Generator;
 use fedlane::wire::hello::Secret;
 use proptest::prelude::*;
 
-use crate::common::{Reduced, check, config, manifest, run};
+use crate::common::{
+    Reduced, check, config, coordinate, join, manifest, member, reduce, run, update,
+};
 
 fn all_same(manifest: &Manifest, reduced: &[Reduced], weights: &[f64]) {
     for other in reduced {
@@ -70,6 +80,49 @@ fn sixty_four_hosts() {
     let model = manifest(&[("w", Dtype::F32, &[300_001]), ("b", Dtype::BF16, &[7])]);
     let weights: Vec<f64> = (1..=64).map(f64::from).collect();
     all_same(&model, &run(config(64), &model, &weights), &weights);
+}
+
+/// A host that is slow with its first chunks, so that all others run ahead as far as they can.
+struct Slow {
+    update: Generator,
+    left: AtomicU32,
+}
+
+impl Source for Slow {
+    fn manifest(&self) -> &Manifest {
+        self.update.manifest()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), SourceError> {
+        if self.left.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1)).is_ok() {
+            sleep(Duration::from_millis(10));
+        }
+        self.update.read(offset, out)
+    }
+}
+
+#[test]
+fn a_ring_does_not_wait_for_itself() {
+    let model = manifest(&[("w", Dtype::F32, &[500_000])]);
+    for ranks in [2, 3, 4, 7] {
+        let config = RingConfig { streams: Some(1), chunk_bytes: 4 << 10, ..config(ranks) };
+        let (address, coordinator) = coordinate(config);
+        let hosts: Vec<_> = (0..ranks)
+            .map(|rank| {
+                let model = model.clone();
+                spawn(move || {
+                    let name = format!("host-{rank}");
+                    let mut host = join(address, member(&name, Secret::OPEN), &model).0;
+                    let left = AtomicU32::new(if rank % 3 == 0 { 20 } else { 0 });
+                    let source = Slow { update: update(&model, rank), left };
+                    reduce(&mut host, &source, 1.0).unwrap()
+                })
+            })
+            .collect();
+        let reduced: Vec<Reduced> = hosts.into_iter().map(|host| host.join().unwrap()).collect();
+        coordinator.join().unwrap().unwrap();
+        all_same(&model, &reduced, &vec![1.0; ranks]);
+    }
 }
 
 #[test]
