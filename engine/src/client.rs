@@ -304,7 +304,7 @@ impl Client {
     ) -> Result<Client, ClientError> {
         match Self::connect(address, config, manifest, canceller)? {
             (Connected::Star(link, reader), rest) => {
-                Self::begin(link, reader, rest, manifest, canceller)
+                Self::begin(*link, reader, rest, manifest, canceller)
             }
             (Connected::Ring(entry), _) => Err(not_a_star(entry.address)),
         }
@@ -323,7 +323,7 @@ impl Client {
         let connected = Self::connect(address, config.client.clone(), Some(manifest), canceller)?;
         match connected {
             (Connected::Star(link, reader), rest) => {
-                Self::begin(link, reader, rest, Some(manifest), canceller)
+                Self::begin(*link, reader, rest, Some(manifest), canceller)
                     .map(|client| Joined::Star(Box::new(client)))
             }
             (Connected::Ring(entry), _) => Member::begin(*entry, config, manifest, canceller)

@@ -38,7 +38,7 @@ impl Link {
 /// What was found at the other end.
 pub(super) enum Connected {
     /// An aggregator that averages: its plan, and the data channels to it.
-    Star(Link, Reader),
+    Star(Box<Link>, Reader),
     /// One that brings hosts together.
     Ring(Box<RingEntry>),
 }
@@ -124,7 +124,7 @@ impl Dialler {
         // Its last words were given less time.
         reader.set_deadline(silence)?;
         let link = Link { id, address, plan, writer, streams, _heartbeat: heartbeat };
-        Ok(Connected::Star(link, reader))
+        Ok(Connected::Star(Box::new(link), reader))
     }
 
     /// Connects again, with pauses that grow, until an aggregator that lives answers, or the time
@@ -239,7 +239,7 @@ impl Keeper {
                 }
                 Ok(Connected::Star(link, next)) => {
                     (ticket, reader) = (link.plan.ticket, next);
-                    if self.events.send(Event::Up(Box::new(link))).is_err() {
+                    if self.events.send(Event::Up(link)).is_err() {
                         return;
                     }
                 }

@@ -563,13 +563,11 @@ impl Coordinator {
     /// Lets a host join, or tells it why it cannot.
     fn receive(&mut self, joined: Joined) -> Result<(), AggregatorError> {
         let label = joined.label();
-        let checked = match self.peers.len() < self.config.ranks {
-            true => self.check(&joined),
-            false => {
-                return Ok(refuse(&joined.channel, "all hosts of the ring have joined already"));
-            }
-        };
-        let manifest = match checked {
+        if self.peers.len() >= self.config.ranks {
+            refuse(&joined.channel, "all hosts of the ring have joined already");
+            return Ok(());
+        }
+        let manifest = match self.check(&joined) {
             Ok(manifest) => manifest,
             Err(error) => {
                 tracing::warn!("{label}: {error}");
