@@ -308,7 +308,20 @@ impl Member {
     }
 
     fn tell(&self, message: &ClientMessage) -> Result<(), ClientError> {
-        self.line.writer.send(message).map_err(|error| self.ended(Happening::Lost(error)))
+        self.line.writer.send(message).map_err(|error| self.last_words(error))
+    }
+
+    /// Why nobody listens any more: the coordinator may have said so before it closed.
+    fn last_words(&self, error: ControlError) -> ClientError {
+        loop {
+            match self.line.events.recv_timeout(limits::LAST_WORDS) {
+                Ok(Happening::Message(AggregatorMessage::Failed { reason })) => {
+                    return self.line.ended(&reason);
+                }
+                Ok(Happening::Lost(_)) | Err(_) => return self.ended(Happening::Lost(error)),
+                Ok(_) => {}
+            }
+        }
     }
 
     /// Says that the update is ready, and lets the left neighbour in.
