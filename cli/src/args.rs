@@ -205,6 +205,15 @@ pub struct Averager {
     pub averaging: AveragingArg,
 }
 
+/// `--topology`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Topology {
+    /// One aggregator averages the models of all clients
+    Star,
+    /// The clients average among themselves, each sending to the next one; all end with the same mean
+    Ring,
+}
+
 /// `--order`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum OrderArg {

@@ -8,7 +8,7 @@ use fedlane::manifest::Dtype;
 use fedlane::sys::process::available_memory;
 use serde_json::{Value, json};
 
-use crate::args::{Averager, Paths, parse_bytes, parse_dtype, parse_preset};
+use crate::args::{Averager, Paths, Topology, parse_bytes, parse_dtype, parse_preset};
 use crate::check::{Expected, Sender};
 use crate::group::{Group, Report};
 use crate::output::{Output, bytes_text, table};
@@ -39,6 +39,10 @@ pub struct Demo {
     /// Number of clients
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=256))]
     clients: u32,
+
+    /// Who sends to whom
+    #[arg(long, value_enum, default_value_t = Topology::Star)]
+    topology: Topology,
 
     /// Number of rounds
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
@@ -105,7 +109,11 @@ impl Demo {
 
     /// Clients send from a warm region, as after training, unless the model is too large for that.
     fn memory_allows_staging(&self, model_bytes: u64) -> bool {
-        let copies = u64::from(self.clients) + 3;
+        // In a ring each holds the mean too.
+        let copies = match self.topology {
+            Topology::Star => u64::from(self.clients) + 3,
+            Topology::Ring => 2 * u64::from(self.clients) + 1,
+        };
         model_bytes.saturating_mul(copies) < available_memory().0 / 2
     }
 
@@ -119,7 +127,11 @@ impl Demo {
         let mut serve = vec!["serve".to_string(), "--listen=127.0.0.1:0".to_string()];
         serve.push(format!("--clients={}", self.clients));
         serve.push(format!("--rounds={}", self.rounds));
-        serve.push(format!("--expect={}", serde_json::to_string(&Expected(senders.to_vec()))?));
+        let expect = format!("--expect={}", serde_json::to_string(&Expected(senders.to_vec()))?);
+        match self.topology {
+            Topology::Star => serve.push(expect.clone()),
+            Topology::Ring => serve.push("--topology=ring".to_string()),
+        }
         serve.extend(self.averager.to_args());
         serve.extend(self.paths.to_args());
         group.start("aggregator", &serve)?;
@@ -134,6 +146,9 @@ impl Demo {
             join.extend(sender.update.to_args());
             join.extend(self.paths.to_args());
             join.extend(stages.then(|| "--stage".to_string()));
+            // All of a ring have the same mean, which is compared by its digest.
+            let checks = self.topology == Topology::Ring && client == 0;
+            join.extend(checks.then(|| expect.clone()));
             let mut join: Vec<OsString> = join.into_iter().map(OsString::from).collect();
             join.extend(sender.update.model_arg());
             group.start(&name, &join)?;

@@ -7,10 +7,12 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use fedlane::client::{Client, ClientConfig, Target, Task};
+use fedlane::client::{Canceller, Client, ClientConfig, Joined, Target, Task};
+use fedlane::error::ClientError;
 use fedlane::manifest::{ChunkTable, Manifest};
 use fedlane::meter::Meter;
 use fedlane::region::Region;
+use fedlane::ring::{Member, Outcome, RingMember};
 use fedlane::sink::file::ModelFile;
 use fedlane::source::Source;
 use fedlane::source::region::RegionSource;
@@ -18,6 +20,7 @@ use fedlane::sys::process;
 use serde_json::json;
 
 use crate::args::{Paths, parse_examples};
+use crate::check::Expected;
 use crate::door::{ClientCertificates, SharedSecret};
 use crate::output::{Output, error_text, phase_fields, phase_text};
 use crate::progress::{Bar, Progress};
@@ -69,6 +72,16 @@ pub struct Join {
     /// Print one JSON object a line instead of text
     #[arg(long)]
     json: bool,
+
+    /// HOST:PORT where the neighbour in a ring reaches this client, behind NAT; the port is listened on
+    ///
+    /// If it is not said, a free port of the address that is used to dial ADDRESS.
+    #[arg(long, value_name = "HOST:PORT")]
+    advertise: Option<String>,
+
+    /// What the clients of a ring send, as JSON: the result is compared with the mean of it
+    #[arg(long, value_name = "JSON", hide = true)]
+    expect: Option<Expected>,
 
     /// Copy the parameters into a warm region before the first round and send from there
     #[arg(long, hide = true)]
@@ -123,7 +136,19 @@ impl Join {
             json!({ "address": self.address, "bytes": manifest.data_bytes() }),
             &format!("joining {} as \"{}\"", self.address, config.name),
         );
-        let mut client = Client::join(self.address.as_str(), config, &manifest)?;
+        let member = RingMember { client: config, advertise: self.advertise.clone() };
+        let canceller = Canceller::default();
+        let joined = Client::join_any(self.address.as_str(), member, &manifest, &canceller)?;
+        let mut client = match joined {
+            Joined::Star(client) => client,
+            Joined::Ring(mut member) => {
+                let result = self.take_part_in_ring(&mut member, &manifest, filled, output);
+                if let Err(error) = &result {
+                    member.give_up(&error_text(error));
+                }
+                return result;
+            }
+        };
         let result = self.take_part(&mut client, &manifest, filled, output);
         if let Err(error) = &result {
             client.give_up(&error_text(error));
@@ -176,6 +201,54 @@ impl Join {
         Ok(())
     }
 
+    fn take_part_in_ring(
+        &self,
+        member: &mut Member,
+        manifest: &Manifest,
+        filled: Option<Region>,
+        output: Output,
+    ) -> anyhow::Result<()> {
+        let mut mean = Region::new(manifest.data_bytes())?;
+        while let Some(round) = member.next_round()? {
+            if let Some(command) = &self.train {
+                self.run_training(command, round, || member.check())?;
+            }
+            let outcome = match &filled {
+                Some(region) => {
+                    let source = RegionSource::new(manifest, region, 0, Vec::new());
+                    member.all_reduce(&source, self.examples, &mut mean)?
+                }
+                None => {
+                    member.all_reduce(self.update.open()?.as_ref(), self.examples, &mut mean)?
+                }
+            };
+            report_ring(&outcome, output);
+            if let Some(path) = &self.output {
+                let file = ModelFile::create(path, manifest)?;
+                file.write_at(0, mean.bytes())?;
+                file.finish()?;
+            }
+        }
+        if let Some(expected) = &self.expect {
+            let checked = expected.check(manifest, mean.bytes())?;
+            output.event(
+                "verified",
+                json!({ "verified": true, "elements": checked.elements,
+                    "largest_error_of_tolerance": checked.largest_error }),
+                &format!(
+                    "verified: {} elements, largest error {:.2} of what rounding allows",
+                    checked.elements, checked.largest_error
+                ),
+            );
+        }
+        output.event(
+            "done",
+            json!({ "rounds": member.rounds(), "peak_rss_bytes": process::peak_rss_bytes() }),
+            &format!("{} of {} rounds done", member.rounds(), member.rounds()),
+        );
+        Ok(())
+    }
+
     /// Fills a region with the parameters, as a training framework would that leaves its update in
     /// shared memory.
     fn fill(&self, source: &dyn Source, output: Output) -> anyhow::Result<Region> {
@@ -196,7 +269,7 @@ impl Join {
         staged: Option<&Staged>,
     ) -> anyhow::Result<bool> {
         if let Some(command) = &self.train {
-            self.run_training(client, command, round)?;
+            self.run_training(command, round, || client.check())?;
         }
         let source: Box<dyn Source + '_> = match staged {
             Some(Staged { region, manifest, sums }) => {
@@ -238,7 +311,12 @@ impl Join {
         Ok(())
     }
 
-    fn run_training(&self, client: &mut Client, command: &str, round: u32) -> anyhow::Result<()> {
+    fn run_training(
+        &self,
+        command: &str,
+        round: u32,
+        mut check: impl FnMut() -> Result<(), ClientError>,
+    ) -> anyhow::Result<()> {
         let program = std::env::current_exe().context("cannot find this program's own file")?;
         let mut shell = Command::new(program);
         shell.args(["train-shell", command]).env("FEDLANE_ROUND", round.to_string());
@@ -259,7 +337,7 @@ impl Join {
                 );
                 return Ok(());
             }
-            if let Err(ended) = client.check() {
+            if let Err(ended) = check() {
                 // Nobody waits for what it computes any more.
                 shell.kill()?;
                 shell.wait()?;
@@ -276,6 +354,19 @@ impl Join {
         }
         client.phases().len()
     }
+}
+
+/// Says what an all-reduce came to.
+fn report_ring(outcome: &Outcome, output: Output) {
+    let mut fields = phase_fields(&outcome.phase);
+    fields["clients"] = json!(outcome.ranks.len());
+    fields["received_bytes"] = json!(outcome.received_bytes);
+    output.event("phase", fields, &phase_text(&outcome.phase));
+    let names: Vec<&str> = outcome.ranks.iter().map(|(name, _)| name.as_str()).collect();
+    let fields = json!({ "round": outcome.round, "clients": names, "rank": outcome.rank,
+        "attempts": outcome.attempts });
+    let text = format!("round {}: the mean of {}", outcome.round, names.join(" -> "));
+    output.event("averaged", fields, &text);
 }
 
 fn default_name() -> String {

@@ -7,13 +7,14 @@ use clap::Args;
 use fedlane::aggregator::{Aggregator, AggregatorConfig, Session};
 use fedlane::limits;
 use fedlane::manifest::Manifest;
+use fedlane::ring::{Coordinator, RingConfig};
 use fedlane::sink::file::ModelFile;
 use fedlane::source::Source;
 use fedlane::source::file::FileSource;
 use fedlane::sys::process;
 use serde_json::json;
 
-use crate::args::{Averager, Paths};
+use crate::args::{Averager, Paths, Topology};
 use crate::check::Expected;
 use crate::door::{ServerCertificates, SharedSecret};
 use crate::output::{Output, error_text, phase_fields, phase_text, update_fields, update_text};
@@ -36,6 +37,10 @@ pub struct Serve {
     /// Number of clients to wait for
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=limits::MAX_CLIENTS as u64))]
     clients: u64,
+
+    /// Who sends to whom
+    #[arg(long, value_enum, default_value_t = Topology::Star)]
+    topology: Topology,
 
     /// Number of rounds to run
     #[arg(long, value_name = "N", default_value_t = 1)]
@@ -87,6 +92,9 @@ impl Serve {
     /// Runs the session.
     pub fn run(self) -> anyhow::Result<()> {
         let output = Output { json: self.json };
+        if self.topology == Topology::Ring {
+            return self.run_ring(output);
+        }
         if let Some(path) = &self.output {
             try_output(path)?;
         }
@@ -126,6 +134,68 @@ impl Serve {
             &format!("{} of {} rounds done{saved}", self.rounds, self.rounds),
         );
         Ok(())
+    }
+
+    /// Keeps a ring together.
+    fn run_ring(&self, output: Output) -> anyhow::Result<()> {
+        if self.initial.is_some() || self.output.is_some() || self.expect.is_some() {
+            bail!(
+                "in a ring no model passes through this process: give --output to `fedlane join`, and \
+                 leave --initial out"
+            );
+        }
+        if self.certificates.read()?.is_some() {
+            bail!("the clients of a ring do not speak TLS to each other yet; leave --tls-cert out");
+        }
+        let mut ring = Coordinator::bind(self.listen.as_str(), self.ring_config()?)?;
+        let address = ring.address();
+        output.event(
+            "listening",
+            json!({ "address": address.to_string(), "clients": self.clients }),
+            &format!("listening on {address}, waiting for {} clients of a ring", self.clients),
+        );
+        ring.gather()?;
+        for _ in 0..self.rounds {
+            let report = ring.run_round()?;
+            let names: Vec<&str> = report.ranks.iter().map(|(name, _)| name.as_str()).collect();
+            let attempts = match report.attempts {
+                1 => String::new(),
+                attempts => format!(", at attempt {attempts}"),
+            };
+            output.event(
+                "averaged",
+                json!({ "round": report.round, "clients": names, "attempts": report.attempts,
+                    "seconds": report.seconds }),
+                &format!(
+                    "round {}: the mean of {}, the same on all of them, in {:.3} s{attempts}",
+                    report.round,
+                    names.join(" -> "),
+                    report.seconds
+                ),
+            );
+        }
+        ring.finish();
+        output.event(
+            "done",
+            json!({ "rounds": self.rounds, "peak_rss_bytes": process::peak_rss_bytes() }),
+            &format!("{} of {} rounds done", self.rounds, self.rounds),
+        );
+        Ok(())
+    }
+
+    fn ring_config(&self) -> anyhow::Result<RingConfig> {
+        Ok(RingConfig {
+            ranks: self.clients as usize,
+            min_ranks: self.averager.min_clients.map(|least| least as usize),
+            round_deadline: self.averager.round_deadline,
+            rounds: self.rounds,
+            streams: self.averager.streams,
+            chunk_bytes: self.averager.chunk_bytes.min(limits::RING_CHUNK_BYTES),
+            deadline: self.paths.deadline(),
+            congestion: self.paths.congestion.clone(),
+            secret: self.secret.read()?,
+            insecure: self.insecure,
+        })
     }
 
     fn run_rounds(

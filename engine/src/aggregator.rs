@@ -41,7 +41,7 @@ use crate::wire::hello::{Place, Secret, SessionId, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
 use door::{Door, Reception, Visit};
-pub(crate) use gather::refuse;
+pub(crate) use gather::{check_examples, check_model, check_name, refuse};
 use keep::Kept;
 use loss::Experience;
 pub use loss::OnLoss;
@@ -198,18 +198,18 @@ pub(crate) struct Joined {
 }
 
 /// Clients that may wait to be looked at.
-struct WaitingRoom {
+pub(crate) struct WaitingRoom {
     seats: Arc<Quota>,
     header_bytes: Arc<Quota>,
 }
 
 impl WaitingRoom {
-    fn new(clients: usize) -> WaitingRoom {
+    pub(crate) fn new(clients: usize) -> WaitingRoom {
         let seats = Quota::new((clients + limits::MAX_LATE) as u64);
         WaitingRoom { seats, header_bytes: Quota::new(limits::MAX_JOINED_BYTES) }
     }
 
-    fn seat(&self, client: &Joined) -> Option<(Share, Share)> {
+    pub(crate) fn seat(&self, client: &Joined) -> Option<(Share, Share)> {
         self.seats.take(1).zip(self.header_bytes.take(client.header.len() as u64))
     }
 }
@@ -221,7 +221,7 @@ impl Joined {
     }
 }
 
-fn label(name: &str, address: SocketAddr) -> String {
+pub(crate) fn label(name: &str, address: SocketAddr) -> String {
     format!("client \"{name}\" ({address})")
 }
 
@@ -252,7 +252,8 @@ impl Aggregator {
         let listen = |source| AggregatorError::Listen { address: address.to_string(), source };
         let listener = control::listen(&address, &config.congestion).map_err(listen)?;
         let bound = listener.local_addr().map_err(listen)?;
-        refuse_open(&config, bound)?;
+        let is_open = config.secret == Secret::OPEN && config.tls.is_none() && !config.insecure;
+        refuse_open(is_open, bound)?;
         let state = config.state.as_ref().map(|path| keep::open(path, &config)).transpose()?;
         let (sender, events) = std::sync::mpsc::channel();
         let joined = sender.clone();
@@ -370,8 +371,7 @@ fn check(config: &AggregatorConfig) -> Result<(), AggregatorError> {
 
 /// Lets nobody in by oversight: behind a door that is open to all there must be nothing but this host,
 /// unless somebody says so.
-fn refuse_open(config: &AggregatorConfig, bound: SocketAddr) -> Result<(), AggregatorError> {
-    let is_open = config.secret == Secret::OPEN && config.tls.is_none() && !config.insecure;
+pub(crate) fn refuse_open(is_open: bool, bound: SocketAddr) -> Result<(), AggregatorError> {
     match is_open && !bound.ip().to_canonical().is_loopback() {
         true => Err(AggregatorError::Open { address: bound }),
         false => Ok(()),

@@ -116,6 +116,29 @@ impl DataChannel {
         rustix::io::ioctl_fionread(self).unwrap_or(0)
     }
 
+    /// Sends a beginning of a few bytes that more will follow at once, without waiting.
+    pub(crate) fn send_head(&self, bytes: &[u8]) -> io::Result<usize> {
+        self.send_flagged(bytes, SendFlags::MORE)
+    }
+
+    /// Sends a beginning of a few bytes, without waiting.
+    pub(crate) fn send_small(&self, bytes: &[u8]) -> io::Result<usize> {
+        self.send_flagged(bytes, SendFlags::empty())
+    }
+
+    fn send_flagged(&self, bytes: &[u8], flags: SendFlags) -> io::Result<usize> {
+        let flags = flags | SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        match self.link.tls() {
+            Some(tls) => tls.send(self.link.socket(), bytes, flags),
+            None => Ok(rustix::net::send(&*self.link, bytes, flags)?),
+        }
+    }
+
+    /// Receives a few bytes, without waiting.
+    pub(crate) fn receive(&self, out: &mut [u8]) -> io::Result<usize> {
+        self.link.receive(out, false)
+    }
+
     /// Fails if more bytes came than were agreed: they would be taken for the beginning of the next
     /// model.
     pub fn refuse_more(&self) -> Result<(), TransferError> {

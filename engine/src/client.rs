@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::control::{Congestion, Writer, printable};
+use crate::control::{Congestion, Reader, Writer, printable};
 use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError};
 use crate::lane::receive::{ChunkBuffers, ReceiveReport};
 use crate::lane::send::SendBroken;
@@ -23,6 +23,7 @@ use crate::meter::Phase;
 use crate::paths::{ReceiveKind, SendKind};
 use crate::quota::Share;
 use crate::region::Region;
+use crate::ring::{Member, RingMember};
 use crate::signal::Signal;
 use crate::sink::file::ModelFile;
 use crate::sums::SumTable;
@@ -30,7 +31,8 @@ use crate::tls::ClientTls;
 use crate::wire::hello::Secret;
 use crate::wire::message::{AggregatorMessage, ClientMessage, Plan, WireSum};
 
-use link::{Dialler, Keeper, Link, is_interruption};
+pub(crate) use link::RingEntry;
+use link::{Connected, Dialler, Keeper, Link, is_interruption, not_a_star};
 
 /// How a client works.
 #[derive(Clone, Debug)]
@@ -73,6 +75,14 @@ pub enum Task {
     },
     /// All rounds are done.
     Done,
+}
+
+/// What was joined.
+pub enum Joined {
+    /// An aggregator that averages.
+    Star(Box<Client>),
+    /// A ring.
+    Ring(Box<Member>),
 }
 
 /// Where a model goes.
@@ -221,7 +231,7 @@ impl Canceller {
         std::mem::take(&mut self.state().answered)
     }
 
-    fn is_cancelled(&self) -> bool {
+    pub(crate) fn is_cancelled(&self) -> bool {
         self.state().cancelled
     }
 
@@ -229,7 +239,7 @@ impl Canceller {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn watch_socket(&self, socket: &TcpStream) -> Result<(), ClientError> {
+    pub(crate) fn watch_socket(&self, socket: &TcpStream) -> Result<(), ClientError> {
         let mut state = self.state();
         if state.cancelled {
             return Err(ClientError::Cancelled);
@@ -238,7 +248,7 @@ impl Canceller {
         Ok(())
     }
 
-    fn watch(&self, writer: &Arc<Writer>) -> Result<(), ClientError> {
+    pub(crate) fn watch(&self, writer: &Arc<Writer>) -> Result<(), ClientError> {
         let mut state = self.state();
         state.socket = None;
         if state.cancelled {
@@ -294,11 +304,47 @@ impl Client {
         manifest: Option<&Manifest>,
         canceller: &Canceller,
     ) -> Result<Client, ClientError> {
+        match Self::connect(address, config, manifest, canceller)? {
+            (Connected::Star(link, reader), rest) => {
+                Self::begin(*link, reader, rest, manifest, canceller)
+            }
+            (Connected::Ring(entry), _) => Err(not_a_star(entry.address)),
+        }
+    }
+
+    /// Joins whatever is at `address`: an aggregator that averages, or one that keeps a ring together.
+    ///
+    /// # Errors
+    /// As for [`Client::join_cancellable`].
+    pub fn join_any(
+        address: impl ToSocketAddrs + std::fmt::Display,
+        config: RingMember,
+        manifest: &Manifest,
+        canceller: &Canceller,
+    ) -> Result<Joined, ClientError> {
+        let connected = Self::connect(address, config.client.clone(), Some(manifest), canceller)?;
+        match connected {
+            (Connected::Star(link, reader), rest) => {
+                Self::begin(*link, reader, rest, Some(manifest), canceller)
+                    .map(|client| Joined::Star(Box::new(client)))
+            }
+            (Connected::Ring(entry), _) => Member::begin(*entry, config, manifest, canceller)
+                .map(|member| Joined::Ring(Box::new(member))),
+        }
+    }
+
+    #[allow(clippy::type_complexity)] // What is left of dialling, for those who dial again.
+    fn connect(
+        address: impl ToSocketAddrs + std::fmt::Display,
+        config: ClientConfig,
+        manifest: Option<&Manifest>,
+        canceller: &Canceller,
+    ) -> Result<(Connected, (Dialler, Sender<()>, Receiver<()>)), ClientError> {
         let header = manifest.map(|manifest| manifest.header().to_vec()).unwrap_or_default();
         let address = address.to_string();
         let mut config = config;
         config.tls = config.tls.map(|tls| tls.at(&address));
-        let mut dialler =
+        let dialler =
             Dialler { address, config: config.clone(), header, canceller: canceller.clone() };
         let (stop, stopped) = mpsc::channel();
         let connected = dialler.connect(1, None).or_else(|error| {
@@ -311,7 +357,18 @@ impl Client {
                 false => Err(error),
             }
         });
-        let (link, reader) = connected?;
+        Ok((connected?, (dialler, stop, stopped)))
+    }
+
+    /// A client of an aggregator that averages.
+    fn begin(
+        link: Link,
+        reader: Reader,
+        (mut dialler, stop, stopped): (Dialler, Sender<()>, Receiver<()>),
+        manifest: Option<&Manifest>,
+        canceller: &Canceller,
+    ) -> Result<Client, ClientError> {
+        let config = dialler.config.clone();
         let at = link.address;
         let invalid = |why: String| ClientError::Plan { address: at.to_string(), why };
         let manifest = match manifest {

@@ -130,6 +130,16 @@ pub const MAX_SERVED: usize = 1024;
 /// Most lanes of one session. More than the cores of a host gain nothing.
 pub const MAX_STREAMS: usize = 64;
 
+/// Most hosts in a ring: in a larger one, a host that is slow holds up too many.
+pub const MAX_RANKS: usize = 64;
+
+/// Bytes of a chunk in a ring: half of what is in the cache of a core, with the host's own chunk beside
+/// it; 256 KiB and 1 MiB cost more CPU.
+pub const RING_CHUNK_BYTES: u64 = 512 << 10;
+
+/// Bytes of sums that a host of a ring holds on each lane, about: they stay in a cache.
+pub const RING_STAGE_BYTES: u64 = 16 << 20;
+
 /// Most rounds of one session.
 pub const MAX_ROUNDS: u32 = 1_000_000;
 

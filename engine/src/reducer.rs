@@ -35,7 +35,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::error::ReducerError;
 use crate::limits::{ACCUMULATOR_ALIGN_BYTES, MIN_WEIGHT_SHARE};
-use crate::manifest::Manifest;
+use crate::manifest::{Chunk, Manifest};
 use crate::wire::checksum::ChunkSum;
 use kernels::{Add, Bf16, Bool, Element, F16, Finish, First, Last, Only, Scale, ScaleAdd};
 
@@ -76,6 +76,16 @@ impl AccumulatorType {
 pub fn accumulator(tensor: &str, dtype: Dtype) -> Result<AccumulatorType, ReducerError> {
     let refused = || ReducerError::NotAveraged { tensor: tensor.to_owned(), dtype };
     AccumulatorType::of(dtype).ok_or_else(refused)
+}
+
+/// Bytes of the sums of a chunk.
+///
+/// # Errors
+/// A dtype that is not averaged.
+pub fn sums_bytes(chunk: &Chunk) -> Result<usize, ReducerError> {
+    let accumulator = accumulator("of this chunk", chunk.dtype)?;
+    let elements = chunk.length() / (chunk.dtype.bitsize() / 8);
+    Ok(elements * accumulator.bytes() as usize)
 }
 
 /// One client's weight, scaled for every type of element.

@@ -15,7 +15,7 @@ use fedlane::wire::hello::{
     Answer, Channel, DataAnswer, DataHello, MAGIC, Preamble, Secret, VERSION,
 };
 use fedlane::wire::keys::{ControlKeys, Side};
-use fedlane::wire::message::{AggregatorMessage, ChunkRange, ClientMessage, Plan};
+use fedlane::wire::message::{AggregatorMessage, ChunkRange, ClientMessage, Plan, RingTerms, Turn};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use serde::Serialize;
@@ -59,7 +59,7 @@ fn the_document_shows_the_golden_bytes() {
 #[test]
 fn the_document_names_the_numbers_in_force() {
     let text = std::fs::read_to_string(from_root("docs/WIRE.md")).unwrap();
-    let numbers: [(&str, u64); 22] = [
+    let numbers: [(&str, u64); 23] = [
         ("MAX_FRAME_BYTES", limits::MAX_FRAME_BYTES),
         ("MAX_SHORT_FRAME_BYTES", limits::MAX_SHORT_FRAME_BYTES),
         ("MAX_UNHEARD_BYTES", limits::MAX_UNHEARD_BYTES),
@@ -76,6 +76,7 @@ fn the_document_names_the_numbers_in_force() {
         ("MAX_CHUNK_BYTES", limits::MAX_CHUNK_BYTES),
         ("SUMS_PER_MESSAGE", limits::SUMS_PER_MESSAGE as u64),
         ("MAX_CLIENTS", limits::MAX_CLIENTS as u64),
+        ("MAX_RANKS", limits::MAX_RANKS as u64),
         ("MAX_STREAMS", limits::MAX_STREAMS as u64),
         ("MAX_SERVED", limits::MAX_SERVED as u64),
         ("MAX_ROUNDS", limits::MAX_ROUNDS.into()),
@@ -385,8 +386,11 @@ where
 
 /// Random messages, long enough that lengths take more than one byte.
 fn client_messages() -> impl Strategy<Value = ClientMessage> {
-    use ClientMessage::{Alive, Call, Failed, Join, Prove, Received, Sums, Uploading, Want};
+    use ClientMessage::{
+        Alive, Broken, Call, Failed, Join, Prove, Ready, Received, Reduced, Sums, Uploading, Want,
+    };
     let examples = any::<f64>().prop_filter("NaN equals nothing", |number| !number.is_nan());
+    let weight = examples.clone();
     let resumes = proptest::option::of(any::<[u8; 32]>());
     let join = (".{0,40}", examples, vec(any::<u8>(), 0..300), any::<[u8; 16]>(), resumes);
     prop_oneof![
@@ -406,7 +410,49 @@ fn client_messages() -> impl Strategy<Value = ClientMessage> {
         (".{0,40}", any::<[u8; 16]>()).prop_map(|(name, place)| Call { name, place }),
         (any::<u32>(), chunks()).prop_map(|(stream, chunks)| Want { stream, chunks }),
         (any::<u32>(), chunks()).prop_map(|(stream, chunks)| Prove { stream, chunks }),
+        (any::<(u32, u32)>(), weight, ".{0,40}", any::<u16>(), any::<[u8; 32]>()).prop_map(
+            |((round, attempt), examples, host, port, key)| Ready {
+                round,
+                attempt,
+                examples,
+                host,
+                port,
+                key,
+            }
+        ),
+        any::<(u32, u32, [u8; 32])>().prop_map(|(round, attempt, digest)| Reduced {
+            round,
+            attempt,
+            digest
+        }),
+        (any::<(u32, u32, bool, bool, bool)>(), ".{0,40}").prop_map(
+            |((round, attempt, from_left, to_right, stalled), reason)| Broken {
+                round,
+                attempt,
+                from_left,
+                to_right,
+                stalled,
+                reason,
+            }
+        ),
     ]
+}
+
+fn turns() -> impl Strategy<Value = Turn> {
+    let weight = any::<f64>().prop_filter("NaN equals nothing", |number| !number.is_nan());
+    let ranks = vec((".{0,10}", weight), 0..70);
+    let numbers = any::<(u32, u32, u32, u32, u64)>();
+    (numbers, ranks, ".{0,40}", any::<[u8; 32]>()).prop_map(|(numbers, ranks, right, right_key)| {
+        let (round, attempt, rank, streams, chunk_bytes) = numbers;
+        Turn { round, attempt, rank, ranks, streams, chunk_bytes, right, right_key }
+    })
+}
+
+fn terms() -> impl Strategy<Value = RingTerms> {
+    let numbers = any::<([u8; 16], u32, u64)>();
+    (numbers, vec(any::<u8>(), 0..300)).prop_map(|((session, rounds, deadline_ms), header)| {
+        RingTerms { session, rounds, deadline_ms, header }
+    })
 }
 
 fn chunks() -> impl Strategy<Value = Vec<ChunkRange>> {
@@ -424,7 +470,9 @@ fn plans() -> impl Strategy<Value = Plan> {
 }
 
 fn aggregator_messages() -> impl Strategy<Value = AggregatorMessage> {
-    use AggregatorMessage::{Alive, Applied, Done, Download, Failed, Prove, Sums, Upload, Want};
+    use AggregatorMessage::{
+        Alive, Applied, Done, Download, Failed, Halt, Prove, Sums, Upload, Want,
+    };
     prop_oneof![
         plans().prop_map(AggregatorMessage::Plan),
         (any::<u32>(), any::<[u8; 32]>()).prop_map(|(round, digest)| Download { round, digest }),
@@ -437,6 +485,13 @@ fn aggregator_messages() -> impl Strategy<Value = AggregatorMessage> {
         Just(Done),
         Just(Alive),
         ".{0,40}".prop_map(|reason| Failed { reason }),
+        terms().prop_map(AggregatorMessage::Ring),
+        turns().prop_map(AggregatorMessage::Turn),
+        (any::<u32>(), any::<u32>(), ".{0,40}").prop_map(|(round, attempt, reason)| Halt {
+            round,
+            attempt,
+            reason
+        }),
     ]
 }
 

@@ -150,6 +150,36 @@ class Aggregator:
     ) -> None: ...
 
 @final
+class Ring:
+    def __new__(
+        cls,
+        address: str,
+        *,
+        name: str,
+        model: Region,
+        ranks: int | None = None,
+        min_ranks: int | None = None,
+        deadline_ms: int = 30_000,
+        secret: bytes | None = None,
+        insecure: bool = False,
+        advertise: str | None = None,
+    ) -> Self: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def members(self) -> dict[str, float]: ...
+    def all_reduce(self, region: Region, weight: float = 1.0) -> Region: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+@final
 class Client(Iterator[int]):
     def __new__(
         cls,

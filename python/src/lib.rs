@@ -13,6 +13,7 @@ mod export;
 mod files;
 mod progress;
 mod region;
+mod ring;
 mod views;
 
 use pyo3::prelude::*;
@@ -25,6 +26,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<region::Region>()?;
     module.add_class::<aggregator::Aggregator>()?;
     module.add_class::<client::Client>()?;
+    module.add_class::<ring::Ring>()?;
     module.add_class::<views::DlpackTensor>()?;
     module.add_function(wrap_pyfunction!(files::save, module)?)?;
     module.add_function(wrap_pyfunction!(files::load, module)?)

@@ -240,3 +240,44 @@ def test_messages_without_numbers():
     assert read("aggregator-message-7-failed", "text") == ["out of memory"]
     for name in ("client-message-4-alive", "aggregator-message-5-done", "aggregator-message-6-alive"):
         assert read(name) == []
+
+
+def veil(label):
+    """What hides a key of round 1, attempt 0."""
+    return keyed(keys(b"data channels"), label, struct.pack("<II", 1, 0))
+
+
+def unveiled(veiled, label):
+    return bytes(a ^ b for a, b in zip(veiled, veil(label), strict=True))
+
+
+def test_ring():
+    session, rounds, deadline_ms, header = read(
+        "aggregator-message-10-ring", 16, "varint", "varint", "text"
+    )
+    assert (session, rounds, deadline_ms, header) == (plan()["session"], 300, 30_000, "")
+
+
+def test_ready_and_turn():
+    fields = read("client-message-9-ready", "varint", "varint", "f64", "text", "varint", 32)
+    assert fields[:5] == [1, 0, 600.0, "", 40_000]
+    assert unveiled(fields[5], b"a key from the client") == plan()["ticket"]
+    ranks = ["varint", "text", "f64", "text", "f64"]
+    fields = read(
+        "aggregator-message-11-turn", *["varint"] * 3, *ranks, "varint", "varint", "text", 32
+    )
+    assert fields[:3] == [1, 0, 1]
+    assert fields[3:8] == [2, "site-a", 600.0, "site-b", 200.0]
+    assert fields[8:11] == [2, 524_288, "10.0.0.1:40000"]
+    assert unveiled(fields[11], b"a key for the client.") == plan()["ticket"]
+
+
+def test_the_end_of_an_attempt():
+    assert read("client-message-10-reduced", "varint", "varint", 32) == [1, 0, digest()]
+    broken = read("client-message-11-broken", *["varint"] * 2, *["flag"] * 3, "text")
+    assert broken == [1, 0, True, False, False, "it was closed"]
+    assert read("aggregator-message-12-halt", "varint", "varint", "text") == [
+        1,
+        0,
+        "site-c is gone",
+    ]

@@ -561,7 +561,7 @@ pub(crate) fn refuse(channel: &ControlChannel, reason: &str) {
     let _ = channel.writer.send(&AggregatorMessage::Failed { reason: reason.to_owned() });
 }
 
-fn check_name(name: &str, taken: bool) -> Result<(), Fault> {
+pub(crate) fn check_name(name: &str, taken: bool) -> Result<(), Fault> {
     match name {
         _ if taken => {
             Err(Fault::Name { why: "is taken by another client; give each its own --name" })
@@ -571,12 +571,12 @@ fn check_name(name: &str, taken: bool) -> Result<(), Fault> {
     }
 }
 
-fn check_examples(examples: f64) -> Result<(), Fault> {
+pub(crate) fn check_examples(examples: f64) -> Result<(), Fault> {
     if examples.is_finite() && examples >= 0.0 { Ok(()) } else { Err(Fault::Examples { examples }) }
 }
 
 /// The manifest behind a client's header, if it is the session's; an empty header asks for that.
-pub(super) fn check_model(session: Option<&Manifest>, header: &[u8]) -> Result<Manifest, Fault> {
+pub(crate) fn check_model(session: Option<&Manifest>, header: &[u8]) -> Result<Manifest, Fault> {
     if let (Some(session), true) = (session, header.is_empty()) {
         return Ok(session.clone());
     }

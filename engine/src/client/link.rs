@@ -16,7 +16,8 @@ use crate::lane::ConnectionId;
 use crate::limits;
 use crate::quota::Quota;
 use crate::wire::hello::{DataHello, Secret, Ticket};
-use crate::wire::message::{AggregatorMessage, ClientMessage, Plan};
+use crate::wire::keys::Binding;
+use crate::wire::message::{AggregatorMessage, ClientMessage, Plan, RingTerms};
 
 /// A control channel and its data channels.
 pub(super) struct Link {
@@ -35,6 +36,24 @@ impl Link {
     }
 }
 
+/// What was found at the other end.
+pub(super) enum Connected {
+    /// An aggregator that averages: its plan, and the data channels to it.
+    Star(Box<Link>, Reader),
+    /// One that brings hosts together.
+    Ring(Box<RingEntry>),
+}
+
+/// A control channel to whoever keeps a ring together.
+pub(crate) struct RingEntry {
+    pub address: SocketAddr,
+    pub local: SocketAddr,
+    pub reader: Reader,
+    pub writer: Arc<Writer>,
+    pub binding: Binding,
+    pub terms: RingTerms,
+}
+
 /// What it takes to connect.
 pub(super) struct Dialler {
     pub address: String,
@@ -50,13 +69,14 @@ impl Dialler {
         &self,
         id: ConnectionId,
         resumes: Option<Ticket>,
-    ) -> Result<(Link, Reader), ClientError> {
+    ) -> Result<Connected, ClientError> {
         let config = &self.config;
         let dial = |source| ClientError::Dial { address: self.address.clone(), source };
         let socket =
             control::dial(&self.address, &config.congestion, config.deadline).map_err(dial)?;
         // Who ends the connection at once leaves it without an address.
         let address = socket.peer_addr().map_err(dial)?;
+        let local = socket.local_addr().map_err(dial)?;
         let at = |error: ControlError| ClientError::Control { address: address.to_string(), error };
         self.canceller.watch_socket(&socket)?;
         let until = Instant::now() + config.deadline;
@@ -83,7 +103,13 @@ impl Dialler {
         };
         // The plan says the aggregator's deadline; until then it may be any.
         let early = beat(limits::MIN_DEADLINE)?;
-        let plan = await_plan(&mut reader, address)?;
+        let plan = match await_plan(&mut reader, address)? {
+            First::Plan(plan) => plan,
+            First::Ring(terms) => {
+                let entry = RingEntry { address, local, reader, writer, binding, terms };
+                return Ok(Connected::Ring(Box::new(entry)));
+            }
+        };
         check_plan(&plan, address)?;
         let key = binding.key(&plan.ticket);
         let deadline = Duration::from_millis(plan.deadline_ms);
@@ -98,7 +124,8 @@ impl Dialler {
             .map_err(|error| last_words(&mut reader, address, error))?;
         // Its last words were given less time.
         reader.set_deadline(silence)?;
-        Ok((Link { id, address, plan, writer, streams, _heartbeat: heartbeat }, reader))
+        let link = Link { id, address, plan, writer, streams, _heartbeat: heartbeat };
+        Ok(Connected::Star(Box::new(link), reader))
     }
 
     /// Connects again, with pauses that grow, until an aggregator that lives answers, or the time
@@ -109,7 +136,7 @@ impl Dialler {
         resumes: Option<Ticket>,
         (first, window): (ClientError, Duration),
         stopped: &Receiver<()>,
-    ) -> Result<(Link, Reader), ClientError> {
+    ) -> Result<Connected, ClientError> {
         let until = Instant::now() + window;
         let mut pause = limits::FIRST_PAUSE;
         while !self.canceller.is_cancelled() && Instant::now() < until {
@@ -208,13 +235,16 @@ impl Keeper {
             let connected = self.dialler.connect_again(id, Some(ticket), again, &self.stopped);
             self.shared.dials.store(false, Ordering::SeqCst);
             match connected {
-                Ok((link, _)) if !is_same_session(&link.plan, first) => {
+                Ok(Connected::Ring(entry)) => {
+                    return drop(self.events.send(Event::Lost(not_a_star(entry.address))));
+                }
+                Ok(Connected::Star(link, _)) if !is_same_session(&link.plan, first) => {
                     let error = ClientError::OtherSession { address: at.to_string() };
                     return drop(self.events.send(Event::Lost(error)));
                 }
-                Ok((link, next)) => {
+                Ok(Connected::Star(link, next)) => {
                     (ticket, reader) = (link.plan.ticket, next);
-                    if self.events.send(Event::Up(Box::new(link))).is_err() {
+                    if self.events.send(Event::Up(link)).is_err() {
                         return;
                     }
                 }
@@ -279,13 +309,27 @@ fn not_let_in(error: ControlError, secret: &Secret, address: SocketAddr) -> Clie
     }
 }
 
-/// The plan comes when the last client has joined; until then only signs of life do.
-fn await_plan(reader: &mut Reader, address: SocketAddr) -> Result<Plan, ClientError> {
+/// A ring was found where an aggregator that averages was expected.
+pub(super) fn not_a_star(address: SocketAddr) -> ClientError {
+    let why = "its clients form a ring".to_owned();
+    ClientError::Plan { address: address.to_string(), why }
+}
+
+/// What an aggregator says first.
+enum First {
+    Plan(Plan),
+    Ring(RingTerms),
+}
+
+/// The plan comes when the last client has joined; until then only signs of life do. The terms of a ring
+/// come at once.
+fn await_plan(reader: &mut Reader, address: SocketAddr) -> Result<First, ClientError> {
     let address = address.to_string();
     loop {
         match reader.read(limits::MAX_FRAME_BYTES) {
             Ok(AggregatorMessage::Alive) => {}
-            Ok(AggregatorMessage::Plan(plan)) => return Ok(plan),
+            Ok(AggregatorMessage::Plan(plan)) => return Ok(First::Plan(plan)),
+            Ok(AggregatorMessage::Ring(terms)) => return Ok(First::Ring(terms)),
             Ok(AggregatorMessage::Failed { reason }) => {
                 return Err(ClientError::Ended { address, reason: printable(&reason) });
             }

@@ -388,6 +388,14 @@ pub enum Fault {
         /// How long it had.
         seconds: f64,
     },
+    /// A neighbour of it in the ring says so.
+    #[error("cannot be reached in the ring: {neighbour}: {reason}")]
+    Neighbour {
+        /// Who says so.
+        neighbour: String,
+        /// Its words.
+        reason: String,
+    },
     /// It did not open all its data channels.
     #[error("opened {opened} of {wanted} data connections within the deadline")]
     Streams {

@@ -73,4 +73,19 @@ impl Binding {
     pub fn key(&self, ticket: &Ticket) -> Ticket {
         *blake3::keyed_hash(&self.0, ticket).as_bytes()
     }
+
+    /// Hides a key for one attempt of one round, or shows it again: in a ring, keys are made by one client
+    /// and used by another, and nobody between them and the aggregator shall have them. `side` is who
+    /// says it.
+    pub fn veil(&self, side: Side, round: u32, attempt: u32, key: &Ticket) -> Ticket {
+        let mut hasher = blake3::Hasher::new_keyed(&self.0);
+        hasher.update(match side {
+            Side::Client => b"a key from the client",
+            Side::Aggregator => b"a key for the client.",
+        });
+        hasher.update(&round.to_le_bytes()).update(&attempt.to_le_bytes());
+        let mut veiled = *hasher.finalize().as_bytes();
+        veiled.iter_mut().zip(key).for_each(|(veil, byte)| *veil ^= byte);
+        veiled
+    }
 }

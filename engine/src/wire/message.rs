@@ -74,6 +74,45 @@ pub enum ClientMessage {
         /// The chunks.
         chunks: Vec<ChunkRange>,
     },
+    /// In a ring: the update of this round is ready, and the left neighbour may send here.
+    Ready {
+        /// The round.
+        round: u32,
+        /// The attempt, counted from 0 in each round.
+        attempt: u32,
+        /// The weight of the update.
+        examples: f64,
+        /// Host where it listens; empty for where its control channel comes from.
+        host: String,
+        /// Port where it listens.
+        port: u16,
+        /// What the left neighbour's data channels must prove to know, veiled.
+        key: Ticket,
+    },
+    /// In a ring: the whole mean is here, and this is its digest.
+    Reduced {
+        /// The round.
+        round: u32,
+        /// The attempt.
+        attempt: u32,
+        /// [`super::checksum::model_digest`] of the mean.
+        digest: [u8; 32],
+    },
+    /// In a ring: this attempt cannot go on here.
+    Broken {
+        /// The round.
+        round: u32,
+        /// The attempt.
+        attempt: u32,
+        /// Nothing usable comes from the left neighbour.
+        from_left: bool,
+        /// Nothing goes to the right neighbour.
+        to_right: bool,
+        /// Only silence was the sign.
+        stalled: bool,
+        /// One line for people.
+        reason: String,
+    },
 }
 
 /// From the aggregator to a client.
@@ -131,6 +170,53 @@ pub enum AggregatorMessage {
         /// The chunks.
         chunks: Vec<ChunkRange>,
     },
+    /// Everyone here is in a ring.
+    Ring(RingTerms),
+    /// Everyone is ready: who is next to whom in this attempt.
+    Turn(Turn),
+    /// This attempt is over for all, and there will be another one.
+    Halt {
+        /// The round.
+        round: u32,
+        /// The attempt.
+        attempt: u32,
+        /// One line for people.
+        reason: String,
+    },
+}
+
+/// What all rounds of a ring have in common.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RingTerms {
+    /// The session.
+    pub session: SessionId,
+    /// Rounds that will be run.
+    pub rounds: u32,
+    /// Silence, in milliseconds, after which either side gives the other up.
+    pub deadline_ms: u64,
+    /// The safetensors header of the model, for a client that has joined without one.
+    pub header: Vec<u8>,
+}
+
+/// One attempt at an all-reduce, as one rank has to know it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Turn {
+    /// The round.
+    pub round: u32,
+    /// The attempt.
+    pub attempt: u32,
+    /// The place of this client in the ring.
+    pub rank: u32,
+    /// Name and weight of every client, by rank.
+    pub ranks: Vec<(String, f64)>,
+    /// Data channels between two neighbours.
+    pub streams: u32,
+    /// Most bytes of a chunk.
+    pub chunk_bytes: u64,
+    /// Where the right neighbour listens.
+    pub right: String,
+    /// What must be proven there, veiled.
+    pub right_key: Ticket,
 }
 
 /// Consecutive chunks, by their numbers in the model.

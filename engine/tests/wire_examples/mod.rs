@@ -4,8 +4,10 @@ use fedlane::manifest::Manifest;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame;
 use fedlane::wire::hello::{Answer, Channel, DataHello, Opening, Preamble, Reply, Secret};
-use fedlane::wire::keys::{ControlKeys, Side};
-use fedlane::wire::message::{AggregatorMessage, ChunkRange, ClientMessage, Plan, WireSum};
+use fedlane::wire::keys::{Binding, ControlKeys, Side};
+use fedlane::wire::message::{
+    AggregatorMessage, ChunkRange, ClientMessage, Plan, RingTerms, Turn, WireSum,
+};
 use serde::Serialize;
 use zerocopy::IntoBytes;
 
@@ -217,6 +219,38 @@ fn client_messages() -> Vec<Example> {
             ClientMessage::Prove { stream: 0, chunks: vec![ChunkRange { first: 0, end: 5 }] },
             &[(1, "message 8: prove"), (1, "stream 0"), (1, "1 range"), (2, "chunks 0 to 4")],
         ),
+        example("9-ready", ready(), READY_PARTS),
+        example(
+            "10-reduced",
+            ClientMessage::Reduced { round: 1, attempt: 0, digest: digest() },
+            &[
+                (1, "message 10: reduced"),
+                (1, "round 1"),
+                (1, "attempt 0"),
+                (32, "digest of the mean"),
+            ],
+        ),
+        example(
+            "11-broken",
+            ClientMessage::Broken {
+                round: 1,
+                attempt: 0,
+                from_left: true,
+                to_right: false,
+                stalled: false,
+                reason: "it was closed".into(),
+            },
+            &[
+                (1, "message 11: broken"),
+                (1, "round 1"),
+                (1, "attempt 0"),
+                (1, "nothing usable comes from the left"),
+                (1, "what goes to the right does go"),
+                (1, "silence was not the only sign"),
+                (1, "reason: 13 bytes"),
+                (13, "\"it was closed\""),
+            ],
+        ),
     ]
 }
 
@@ -279,7 +313,94 @@ fn aggregator_messages() -> Vec<Example> {
             AggregatorMessage::Prove { stream: 0, chunks: vec![ChunkRange { first: 0, end: 5 }] },
             &[(1, "message 9: prove"), (1, "stream 0"), (1, "1 range"), (2, "chunks 0 to 4")],
         ),
+        example(
+            "10-ring",
+            AggregatorMessage::Ring(RingTerms {
+                session: SESSION,
+                rounds: 300,
+                deadline_ms: 30_000,
+                header: Vec::new(),
+            }),
+            &[
+                (1, "message 10: ring"),
+                (16, "session"),
+                (2, "rounds: 300"),
+                (3, "deadline_ms: 30,000"),
+                (1, "header: none"),
+            ],
+        ),
+        example("11-turn", AggregatorMessage::Turn(turn()), TURN_PARTS),
+        example(
+            "12-halt",
+            AggregatorMessage::Halt { round: 1, attempt: 0, reason: "site-c is gone".into() },
+            &[
+                (1, "message 12: halt"),
+                (1, "round 1"),
+                (1, "attempt 0"),
+                (1, "reason: 14 bytes"),
+                (14, "\"site-c is gone\""),
+            ],
+        ),
     ]
+}
+
+const READY_PARTS: &[(usize, &str)] = &[
+    (1, "message 9: ready"),
+    (1, "round 1"),
+    (1, "attempt 0"),
+    (8, "examples: 600.0"),
+    (1, "host: where this comes from"),
+    (3, "port 40,000"),
+    (32, "key, veiled"),
+];
+
+fn ready() -> ClientMessage {
+    let key = binding().veil(Side::Client, 1, 0, &TICKET);
+    ClientMessage::Ready {
+        round: 1,
+        attempt: 0,
+        examples: 600.0,
+        host: String::new(),
+        port: 40_000,
+        key,
+    }
+}
+
+const TURN_PARTS: &[(usize, &str)] = &[
+    (1, "message 11: turn"),
+    (1, "round 1"),
+    (1, "attempt 0"),
+    (1, "rank 1"),
+    (1, "2 ranks"),
+    (1, "rank 0: name: 6 bytes"),
+    (6, "\"site-a\""),
+    (8, "examples: 600.0"),
+    (1, "rank 1: name: 6 bytes"),
+    (6, "\"site-b\""),
+    (8, "examples: 200.0"),
+    (1, "streams: 2"),
+    (3, "chunk_bytes: 524,288"),
+    (1, "right neighbour: 14 bytes"),
+    (14, "\"10.0.0.1:40000\""),
+    (32, "its key, veiled"),
+];
+
+fn turn() -> Turn {
+    Turn {
+        round: 1,
+        attempt: 0,
+        rank: 1,
+        ranks: vec![("site-a".into(), 600.0), ("site-b".into(), 200.0)],
+        streams: 2,
+        chunk_bytes: 524_288,
+        right: "10.0.0.1:40000".into(),
+        right_key: binding().veil(Side::Aggregator, 1, 0, &TICKET),
+    }
+}
+
+/// Of the control channel of the examples.
+fn binding() -> Binding {
+    ControlKeys::new(&Secret::new(SECRET), &CLIENT_NONCE, &AGGREGATOR_NONCE).binding()
 }
 
 const PLAN_PARTS: &[(usize, &str)] = &[

@@ -1,0 +1,21 @@
+//! Who sends what to whom, as pure arithmetic: hosts and a model go in, a plan comes out. Nothing here
+//! has a socket or a clock.
+
+pub mod ring;
+
+use std::net::IpAddr;
+
+/// A process that takes part.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Host {
+    /// Its name, unique among all.
+    pub name: String,
+    /// Where it is.
+    pub ip: IpAddr,
+}
+
+/// How many of the hosts share the machine that has the most of them.
+pub fn most_on_one_machine(hosts: &[Host]) -> usize {
+    let on = |ip: &IpAddr| hosts.iter().filter(|host| host.ip == *ip).count();
+    hosts.iter().map(|host| on(&host.ip)).max().unwrap_or(0)
+}

@@ -1,0 +1,170 @@
+//! Hosts that die, at every phase: the others go on without them, exactly, or end with the same error.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread::{sleep, spawn};
+use std::time::Duration;
+
+use fedlane::client::Canceller;
+use fedlane::error::SourceError;
+use fedlane::manifest::{Dtype, Manifest};
+use fedlane::ring::RingConfig;
+use fedlane::source::Source;
+use fedlane::source::generator::Generator;
+use fedlane::wire::hello::Secret;
+
+use crate::common::{check, config, coordinate, join, manifest, member, reduce, update};
+
+/// An update whose host dies when so many bytes of it have been read.
+struct Mortal {
+    update: Generator,
+    read: AtomicU64,
+    dies_at: u64,
+    canceller: Mutex<Option<Canceller>>,
+}
+
+impl Source for Mortal {
+    fn manifest(&self) -> &Manifest {
+        self.update.manifest()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), SourceError> {
+        let read = self.read.fetch_add(out.len() as u64, Ordering::SeqCst) + out.len() as u64;
+        if read >= self.dies_at
+            && let Some(canceller) = self.canceller.lock().unwrap().take()
+        {
+            canceller.cancel("");
+        }
+        self.update.read(offset, out)
+    }
+}
+
+fn model() -> Manifest {
+    manifest(&[("w", Dtype::F32, &[1_000_000]), ("h", Dtype::BF16, &[100_001])])
+}
+
+/// A ring of four whose host 2 dies at this byte of its update; what the others have, or their errors.
+fn ring_of_four(dies_at: u64, min_ranks: usize) -> Vec<Result<Vec<u8>, String>> {
+    let model = model();
+    let config = RingConfig { min_ranks: Some(min_ranks), chunk_bytes: 16 << 10, ..config(4) };
+    let (address, coordinator) = coordinate(config);
+    let hosts: Vec<_> = (0..4)
+        .map(|rank| {
+            let model = model.clone();
+            spawn(move || {
+                let name = format!("host-{rank}");
+                let (mut member, canceller) = join(address, member(&name, Secret::OPEN), &model);
+                let update = update(&model, rank);
+                if rank != 2 {
+                    let reduced = reduce(&mut member, &update, (rank + 1) as f64);
+                    return reduced.map(|reduced| reduced.mean).map_err(|e| e.to_string());
+                }
+                let canceller = Mutex::new(Some(canceller));
+                let source = Mortal { update, read: AtomicU64::new(0), dies_at, canceller };
+                let reduced = reduce(&mut member, &source, 3.0);
+                reduced.map(|reduced| reduced.mean).map_err(|e| e.to_string())
+            })
+        })
+        .collect();
+    let mut ended: Vec<_> = hosts.into_iter().map(|host| host.join().unwrap()).collect();
+    // How it ends here is how it ended there.
+    assert_eq!(coordinator.join().unwrap().is_ok(), ended[0].is_ok());
+    ended.remove(2).unwrap_err();
+    ended
+}
+
+#[test]
+fn the_others_go_on_without_a_host_that_dies() {
+    let bytes = model().data_bytes();
+    for dies_at in [1, bytes / 3, bytes / 2, bytes - 1] {
+        let ended = ring_of_four(dies_at, 3);
+        let means: Vec<Vec<u8>> = ended.into_iter().map(Result::unwrap).collect();
+        assert!(means.iter().all(|mean| *mean == means[0]));
+        check(&model(), &means[0], &[(0, 1.0), (1, 2.0), (3, 4.0)]);
+    }
+}
+
+#[test]
+fn all_hear_the_same_when_too_few_are_left() {
+    for dies_at in [1, model().data_bytes() / 2] {
+        let errors: Vec<String> =
+            ring_of_four(dies_at, 4).into_iter().map(Result::unwrap_err).collect();
+        assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
+        assert!(errors[0].contains("host-2"), "{errors:?}");
+    }
+}
+
+#[test]
+fn a_host_that_leaves_before_it_is_ready_is_left_out() {
+    let model = model();
+    let (address, coordinator) = coordinate(RingConfig { min_ranks: Some(2), ..config(3) });
+    let hosts: Vec<_> = (0..3)
+        .map(|rank| {
+            let model = model.clone();
+            spawn(move || {
+                let name = format!("host-{rank}");
+                let (mut member, _canceller) = join(address, member(&name, Secret::OPEN), &model);
+                assert_eq!(member.next_round().unwrap(), Some(1));
+                if rank == 1 {
+                    return None;
+                }
+                Some(reduce(&mut member, &update(&model, rank), 1.0).unwrap())
+            })
+        })
+        .collect();
+    let reduced: Vec<_> = hosts.into_iter().filter_map(|host| host.join().unwrap()).collect();
+    assert_eq!(reduced.len(), 2);
+    assert!(reduced[0].mean == reduced[1].mean);
+    check(&model, &reduced[0].mean, &[(0, 1.0), (2, 1.0)]);
+    coordinator.join().unwrap().unwrap();
+}
+
+#[test]
+fn a_host_that_is_late_is_left_out() {
+    let model = model();
+    let config = RingConfig {
+        min_ranks: Some(2),
+        round_deadline: Some(Duration::from_millis(600)),
+        ..config(3)
+    };
+    let (address, coordinator) = coordinate(config);
+    let hosts: Vec<_> = (0..3)
+        .map(|rank| {
+            let model = model.clone();
+            spawn(move || {
+                let name = format!("host-{rank}");
+                let (mut member, _canceller) = join(address, member(&name, Secret::OPEN), &model);
+                assert_eq!(member.next_round().unwrap(), Some(1));
+                if rank == 1 {
+                    sleep(Duration::from_secs(2));
+                }
+                reduce(&mut member, &update(&model, rank), 1.0).map_err(|e| e.to_string())
+            })
+        })
+        .collect();
+    let mut reduced: Vec<_> = hosts.into_iter().map(|host| host.join().unwrap()).collect();
+    let late = reduced.remove(1).err().unwrap();
+    assert!(late.contains("was not whole"), "{late}");
+    let means: Vec<_> = reduced.into_iter().map(|reduced| reduced.unwrap().mean).collect();
+    assert!(means[0] == means[1]);
+    check(&model, &means[0], &[(0, 1.0), (2, 1.0)]);
+    coordinator.join().unwrap().unwrap();
+}
+
+#[test]
+fn a_ring_of_one_that_is_left_ends() {
+    let model = model();
+    let (address, coordinator) = coordinate(RingConfig { rounds: 1, ..config(2) });
+    let first = join(address, member("a", Secret::OPEN), &model).0;
+    let mut second = join(address, member("b", Secret::OPEN), &model).0;
+    assert_eq!(second.next_round().unwrap(), Some(1));
+    drop(first);
+    let error = second.all_reduce(
+        &update(&model, 1),
+        1.0,
+        &mut fedlane::region::Region::new(model.data_bytes()).unwrap(),
+    );
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("\"a\""), "{error}");
+    coordinator.join().unwrap().unwrap_err();
+}
