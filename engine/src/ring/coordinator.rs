@@ -268,7 +268,12 @@ impl Coordinator {
     /// # Errors
     /// Too few hosts are left: the error names the one that was lost last. All hosts have heard it.
     pub fn run_round(&mut self) -> Result<RoundReport, AggregatorError> {
-        self.try_round().inspect_err(|error| self.give_up(&error.to_string()))
+        let ended = self.try_round();
+        if let Err(error) = &ended {
+            self.give_up(&error.to_string());
+            self.await_ends(Instant::now() + limits::LAST_WORDS);
+        }
+        ended
     }
 
     /// Tells every host that this ring cannot go on, and why.
@@ -279,8 +284,11 @@ impl Coordinator {
     /// Tells every host that all rounds are done.
     pub fn finish(mut self) {
         self.tell_all(&AggregatorMessage::Done);
-        // A host closes when it has read that; only then is it sure to have.
-        let until = Instant::now() + self.config.deadline;
+        self.await_ends(Instant::now() + self.config.deadline);
+    }
+
+    /// A host closes when it has read the last word; only then is it sure to have.
+    fn await_ends(&mut self, until: Instant) {
         while !self.peers.is_empty() {
             match self.next(Some(until)) {
                 Ok(Notice::Lost(peer, _)) => drop(self.peers.remove(peer)),

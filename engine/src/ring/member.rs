@@ -563,9 +563,11 @@ impl Member {
                 Ok(happening) => self.end_of(turn, happening),
                 Err(_) => End::Halted,
             };
-            if ended.is_ok() {
+            signals.iter().for_each(Signal::cancel);
+            // What the coordinator says is said once: a lane that broke just before must not hide it.
+            let is_word = matches!(end, End::Halted | End::Session(_));
+            if ended.is_ok() || is_word && matches!(ended, Err(End::Fault(_))) {
                 ended = Err(end);
-                signals.iter().for_each(Signal::cancel);
             }
         }
         ended
