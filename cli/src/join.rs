@@ -174,7 +174,7 @@ impl Join {
                             "left_out",
                             json!({ "round": round }),
                             &format!(
-                                "round {round}: this update came too late and is not in the mean"
+                                "round {round}: this update is not in the mean: it came too late or was rejected; the aggregator says which"
                             ),
                         );
                     }

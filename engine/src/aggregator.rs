@@ -249,12 +249,13 @@ impl Aggregator {
         check(&config)?;
         let config = config.settled();
         let visitors = allow_connections(&config)?;
+        // First: an aggregator that was just killed may still have both the state and the port.
+        let state = config.state.as_ref().map(|path| keep::open(path, &config)).transpose()?;
         let listen = |source| AggregatorError::Listen { address: address.to_string(), source };
         let listener = control::listen(&address, &config.congestion).map_err(listen)?;
         let bound = listener.local_addr().map_err(listen)?;
         let is_open = config.secret == Secret::OPEN && config.tls.is_none() && !config.insecure;
         refuse_open(is_open, bound)?;
-        let state = config.state.as_ref().map(|path| keep::open(path, &config)).transpose()?;
         let (sender, events) = std::sync::mpsc::channel();
         let joined = sender.clone();
         let secret = config.secret;

@@ -226,11 +226,16 @@ impl StateDir {
 
     fn read(&self) -> Result<Option<Record>, StateError> {
         let path = self.path.join(RECORD);
-        let bytes = match std::fs::read(&path) {
-            Ok(bytes) => bytes,
+        match std::fs::symlink_metadata(&path) {
+            // Reading a pipe would wait for ever.
+            Ok(found) if !found.is_file() => {
+                return Err(StateError::Damaged { path, why: "it is no file".into() });
+            }
+            Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(failed("read", &path, error)),
-        };
+        }
+        let bytes = std::fs::read(&path).map_err(|error| failed("read", &path, error))?;
         Record::decode(&bytes).map(Some).map_err(|why| StateError::Damaged { path, why })
     }
 
@@ -329,6 +334,14 @@ impl StateDir {
             let why = format!("\"{name}\" is no name of a region");
             return Err(StateError::Damaged { path, why });
         }
+        let damaged = |why: String| StateError::Damaged { path: path.clone(), why };
+        match std::fs::symlink_metadata(&path) {
+            Ok(found) if found.is_file() && found.len() == bytes.max(1) => {}
+            Ok(found) => {
+                return Err(damaged(format!("it has {} bytes, not {}", found.len(), bytes.max(1))));
+            }
+            Err(error) => return Err(damaged(error.to_string())),
+        }
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let file = open(&path, flags, Mode::empty())
             .map_err(|error| failed("open", &path, error.into()))?;
@@ -349,7 +362,8 @@ impl StateDir {
 /// What is not ours is neither mixed with ours nor removed.
 fn refuse_foreign(path: &Path) -> Result<(), StateError> {
     let mut list = std::fs::read_dir(path).map_err(|error| failed("read", path, error))?;
-    match list.next().is_some() && !path.join(LOCK).exists() {
+    let is_ours = path.join(LOCK).exists() || path.join(RECORD).exists();
+    match list.next().is_some() && !is_ours {
         true => Err(StateError::Foreign { path: path.to_owned() }),
         false => Ok(()),
     }

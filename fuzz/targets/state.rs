@@ -2,6 +2,7 @@
 //! say. Their checksums are made right first, which no mutation would find.
 #![no_main]
 
+use std::slice::from_ref;
 use std::sync::{Arc, OnceLock};
 
 use fedlane::ledger::{self, Stream};
@@ -36,7 +37,7 @@ fn model() -> &'static (ChunkTable, SumTable) {
         let manifest = Manifest::from_tensors([tensor], &Default::default()).unwrap();
         let chunks = manifest.chunks(4096).unwrap();
         let signal = Arc::new(Signal::new().unwrap());
-        let sums = SumTable::new(&[0..chunks.len()], &[signal]);
+        let sums = SumTable::new(from_ref(&(0..chunks.len())), &[signal]);
         (chunks, sums)
     })
 }
@@ -51,8 +52,8 @@ fn check_ledger(bytes: &[u8]) {
         entry[..8].copy_from_slice(&check.to_ne_bytes());
     }
     let stream = Stream { sums: sums.lane(0), findings: None, lost: false };
-    let lane = [0..chunks.len()];
-    let mut lanes = ledger::cut(&mut region, chunks, &lane, 7, |_| vec![stream; CLIENTS]);
+    let lane = 0..chunks.len();
+    let mut lanes = ledger::cut(&mut region, chunks, from_ref(&lane), 7, |_| vec![stream; CLIENTS]);
     let ledger = &mut lanes[0];
     for chunk in 0..chunks.len() {
         if let Some(entry) = ledger.entry(chunk) {

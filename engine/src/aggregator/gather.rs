@@ -61,6 +61,7 @@ impl Aggregator {
             departed: Vec::new(),
             knocking: Vec::new(),
             warmed: None,
+            has_initial: manifest.is_some(),
         };
         if let Some(manifest) = manifest {
             gathering.set_model(manifest)?;
@@ -100,6 +101,8 @@ struct Gathering {
     knocking: Vec<(Instant, Joined)>,
     /// How the memory of the rounds was prepared, once it is.
     warmed: Option<Phase>,
+    /// Whether the model is the aggregator's.
+    has_initial: bool,
 }
 
 struct Departed {
@@ -139,6 +142,12 @@ impl Gathering {
             let failed = AggregatorMessage::Failed { reason: reason.clone() };
             // A client that is gone need not hear it.
             let _ = candidate.connection.writer.send(&failed);
+        }
+        // Nor need those who have come and were not looked at yet dial for long.
+        for event in self.aggregator.events.try_iter() {
+            if let Event::Joined(joined) = event {
+                refuse(&joined.channel, &reason);
+            }
         }
     }
 
@@ -378,7 +387,8 @@ impl Gathering {
         // Before anybody knows of the session.
         let kept = match &self.aggregator.state {
             Some((directory, _)) => {
-                let record = new_record(&self.aggregator.config, session, &manifest, clients);
+                let config = &self.aggregator.config;
+                let record = new_record(config, session, &manifest, clients, self.has_initial);
                 Some(Kept::begin(directory.clone(), record, &lanes.chunks)?)
             }
             None => None,

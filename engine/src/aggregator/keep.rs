@@ -37,12 +37,13 @@ pub(super) fn new_record(
     session: SessionId,
     manifest: &Manifest,
     clients: impl Iterator<Item = (String, SocketAddr, f64)>,
+    has_initial: bool,
 ) -> Record {
     let client = |(name, address, examples)| ClientRecord { name, address, examples, holds: None };
     Record {
         session,
         header: manifest.header().to_vec(),
-        settings: settings(config),
+        settings: settings(config).into_iter().chain([initial(has_initial)]).collect(),
         clients: clients.map(client).collect(),
         round: 0,
         sent: None,
@@ -64,6 +65,11 @@ fn settings(config: &AggregatorConfig) -> Vec<(String, String)> {
         ("--clip-norm", clip_norm),
     ];
     all.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+/// Whether the session began with a model of the aggregator's; the last of its settings.
+fn initial(is_given: bool) -> (String, String) {
+    ("--initial".to_owned(), if is_given { "given" } else { "left out" }.to_owned())
 }
 
 /// Takes the directory of a session. Gives the session that it holds, if that is one of this kind.
@@ -186,6 +192,11 @@ impl Aggregator {
         (listeners, heartbeat): (Listeners, Heartbeat),
     ) -> Result<Session, AggregatorError> {
         let meter = Meter::start("resume", record.round);
+        let (what, is) = self::initial(initial.is_some());
+        if let Some((_, was)) = record.settings.last().filter(|(_, was)| *was != is) {
+            let (path, was) = (directory.path().to_owned(), was.clone());
+            return Err(StateError::Differs { path, what, was, is }.into());
+        }
         let mut kept = Kept { directory, record, ledger: None, begun: None };
         let manifest = Manifest::from_header(&kept.record.header)
             .map_err(|error| kept.damaged(error.to_string()))?;

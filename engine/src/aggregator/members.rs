@@ -414,7 +414,8 @@ impl Members {
             // It was silent for half of the deadline already.
             Fault::Control(ControlError::Silent)
             | Fault::Transfer(TransferError::Stalled { .. } | TransferError::NoChecksum) => {
-                self.terms.reconnect.saturating_sub(self.terms.deadline / 2)
+                let rest = self.terms.deadline / 2;
+                self.terms.reconnect.saturating_sub(rest).max(rest)
             }
             _ => self.terms.reconnect,
         };
