@@ -20,6 +20,7 @@ __all__ = [
     "PeerError",
     "Pool",
     "Region",
+    "Ring",
     "Route",
     "__version__",
     "average",
