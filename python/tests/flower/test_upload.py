@@ -42,7 +42,9 @@ def test_a_pool_killed_in_mid_upload(mode):
     # Flower delivered the reply. Whether it comes as an error depends on when the pool was killed.
     assert counted(result) in ([[0, 2]], [[0, 1, 2]])
     if mode == "streaming":
-        assert result["least"] == result["most"] == (1 + 4) / 2
+        # Without it, or with it if the pool was killed when all of it had been taken.
+        assert result["least"] == result["most"]
+        assert result["most"] in ((1 + 4) / 2, pytest.approx((1 + 2 + 4) / 3))
     else:
         assert_mean_of_counted(result)
 
