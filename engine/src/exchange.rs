@@ -35,7 +35,7 @@ use crate::tls::ServerTls;
 use crate::verdict::{OnNonfinite, UpdatePolicy};
 use crate::wire::hello::Secret;
 
-pub use client::{Deposit, LineConfig, call, fetch};
+pub use client::{Deposit, LineConfig, call, fetch, fetch_for};
 pub use local::average;
 use places::{Places, Served};
 

@@ -179,6 +179,21 @@ impl RegionPool {
         Ok(region)
     }
 
+    /// As [`RegionPool::take`], for bytes of one `owner` alone, with which all of it is written.
+    ///
+    /// # Errors
+    /// As [`Region::new`].
+    pub fn take_for(&self, bytes: u64, owner: &str) -> Result<Region, RegionError> {
+        let content = Content::Of(owner.to_owned());
+        let mut region = self.find(bytes, &content)?;
+        // Until all of it is written, others' bytes may stand in it.
+        region.content = match region.content == content || region.content == Content::Zeros {
+            true => content,
+            false => Content::Any,
+        };
+        Ok(region)
+    }
+
     /// The same for `owner`, who could read what was never written by it: zeroed, unless nobody else's bytes
     /// have stood in it.
     ///

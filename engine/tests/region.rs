@@ -173,3 +173,18 @@ fn memory_that_was_warmed_or_lent_is_not_made_zero_without_need() {
     let (second, first) = (pool.lend(PAGE, "b").unwrap(), pool.lend(PAGE, "a").unwrap());
     assert_eq!([first.bytes().as_ptr(), second.bytes().as_ptr()], places);
 }
+
+#[test]
+fn what_was_taken_for_an_owner_is_lent_to_him_as_it_is() {
+    let pool = RegionPool::default();
+    let mut region = pool.take_for(PAGE, "run 1").unwrap();
+    region.bytes_mut().0.fill(7);
+    pool.give_back(region);
+    let region = pool.lend(PAGE, "run 1").unwrap();
+    assert!(region.bytes().iter().all(|&byte| byte == 7), "it was his own");
+    pool.give_back(region);
+    // Others take it as it is, and are not lent it so.
+    pool.give_back(pool.take_for(PAGE, "run 2").unwrap());
+    let region = pool.lend(PAGE, "run 2").unwrap();
+    assert!(region.bytes().iter().all(|&byte| byte == 0), "bytes of run 1");
+}

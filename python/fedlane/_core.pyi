@@ -371,8 +371,8 @@ class Deposit:
     def failure(self) -> str | None:
         """Why it was given up, if it was."""
 
-def fetch(route: Route, key: bytes, pool: Pool) -> Parcel:
-    """Takes the model that is offered under ``key``."""
+def fetch(route: Route, key: bytes, pool: Pool, owner: str | None = None) -> Parcel:
+    """Takes the model that is offered under ``key``, of one ``owner`` if that is said."""
 
 def call(route: Route, key: bytes) -> None:
     """Asks whether the exchange can be reached and knows ``key``."""

@@ -76,15 +76,15 @@ class Pool:
         #: Clients that were let in, and the bytes for which.
         self._promised: list[tuple[str, int]] = []
 
-    def model(self, key: bytes, route: _core.Route) -> _core.Parcel:
-        """The model of ``key``: kept from before, or fetched, once for all who ask."""
+    def model(self, key: bytes, route: _core.Route, owner: str | None = None) -> _core.Parcel:
+        """The model of ``key``, of the run ``owner``: kept from before, or fetched, once for all who ask."""
         with self._lock:
             known = self._models.pop(key, None)
             self._models[key] = model = known or Future()
             # Models of earlier rounds go first: their memory serves the next one.
             self._forget(MODELS_KEPT if known else 1)
         if known is None:
-            self._fetch(model, key, route)
+            self._fetch(model, key, route, owner)
             return model.result()
         # A fetch that fails does so for all who wait: one try after the other would take long.
         parcel = model.result()
@@ -92,9 +92,9 @@ class Pool:
         _core.call(route, key)
         return parcel
 
-    def _fetch(self, model: Future[_core.Parcel], key: bytes, route: _core.Route) -> None:
+    def _fetch(self, model: Future[_core.Parcel], key: bytes, route: _core.Route, owner: str | None) -> None:
         try:
-            parcel = _core.fetch(route, key, self.memory)
+            parcel = _core.fetch(route, key, self.memory, owner)
         except Exception as error:  # noqa: BLE001: whoever waits must hear of it
             with self._lock:
                 del self._models[key]
@@ -237,7 +237,7 @@ class Desk:
             if why := self._pool.admit(*promised):
                 return {"wait": why}, None
             self._promised = promised
-        model = self._pool.model(key, route_of(request))
+        model = self._pool.model(key, route_of(request), str(request["owner"]))
         self._parcel = model
         answer = {"header": b64encode(model.header).decode(), "position": model.position}
         return answer, model.fileno()

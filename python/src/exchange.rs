@@ -373,12 +373,24 @@ impl Route {
     }
 }
 
-/// Takes the model that is offered under `key`.
+/// Takes the model that is offered under `key`, of one `owner` if that is said: its memory is then not
+/// zeroed before it is lent to him again.
 #[pyfunction]
-fn fetch(py: Python<'_>, route: &Route, key: [u8; 32], pool: &Pool) -> PyResult<Parcel> {
+#[pyo3(signature = (route, key, pool, owner=None))]
+fn fetch(
+    py: Python<'_>,
+    route: &Route,
+    key: [u8; 32],
+    pool: &Pool,
+    owner: Option<String>,
+) -> PyResult<Parcel> {
     let line = route.0.clone();
     let pool = pool.0.clone();
-    let fetched = blocking::run(py, move || exchange::fetch(&line, secret(key), &pool), || {})?;
+    let fetch = move || match owner {
+        Some(owner) => exchange::fetch_for(&line, secret(key), &pool, &owner),
+        None => exchange::fetch(&line, secret(key), &pool),
+    };
+    let fetched = blocking::run(py, fetch, || {})?;
     Ok(Parcel(Arc::new(fetched.or_raise()?)))
 }
 

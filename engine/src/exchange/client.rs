@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use super::Parcel;
 use crate::client::{Canceller, Client, ClientConfig, Target, Task};
 use crate::control::{self, Congestion, ControlChannel};
-use crate::error::{ClientError, ControlError};
+use crate::error::{ClientError, ControlError, RegionError};
 use crate::limits;
 use crate::link::Link;
 use crate::paths::ReceiveKind;
-use crate::region::RegionPool;
+use crate::region::{Region, RegionPool};
 use crate::tls::ClientTls;
 use crate::wire::hello::Secret;
 use crate::wire::message::{AggregatorMessage, ClientMessage};
@@ -70,12 +70,35 @@ pub fn fetch(
     secret: Secret,
     pool: &Arc<RegionPool>,
 ) -> Result<Parcel, ClientError> {
+    fetch_into(line, secret, pool, |bytes| pool.take(bytes))
+}
+
+/// As [`fetch`], for one `owner`: memory that only his models have stood in need not be zeroed before it
+/// is lent to him.
+///
+/// # Errors
+/// As [`fetch`].
+pub fn fetch_for(
+    line: &LineConfig,
+    secret: Secret,
+    pool: &Arc<RegionPool>,
+    owner: &str,
+) -> Result<Parcel, ClientError> {
+    fetch_into(line, secret, pool, |bytes| pool.take_for(bytes, owner))
+}
+
+fn fetch_into(
+    line: &LineConfig,
+    secret: Secret,
+    pool: &Arc<RegionPool>,
+    take: impl FnOnce(u64) -> Result<Region, RegionError>,
+) -> Result<Parcel, ClientError> {
     let mut client = Client::join_unknowing(&line.address, line.client(secret, 0.0))?;
     let Task::Download { round, digest } = client.next_task()? else {
         return Err(client.unexpected("a message"));
     };
     let manifest = client.manifest().clone();
-    let mut region = pool.take(manifest.data_bytes())?;
+    let mut region = take(manifest.data_bytes())?;
     client.download(round, digest, Target::Region(&mut region))?;
     client.confirm(round);
     let sums = client.received_sums();

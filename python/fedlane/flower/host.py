@@ -64,7 +64,7 @@ class Host:
 
     def model(self, key: bytes, nbytes: int) -> tuple[bytes, Memory, int]:
         """Header, memory and position of the model on offer under ``key``."""
-        answer, fd, line = self._wait_for_model({"op": "model", "nbytes": nbytes}, key)
+        answer, fd, line = self._wait_for_model({"op": "model", "nbytes": nbytes, "owner": self._run}, key)
         position = answer["position"]
         if nbytes == 0:
             os.close(fd)
