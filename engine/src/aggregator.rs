@@ -27,9 +27,10 @@ use crate::limits;
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::Phase;
 use crate::paths::{ReceiveKind, SendKind};
+use crate::pool::RegionPool;
 use crate::quota::{Quota, Share};
 use crate::reducer::{AccumulatorLayout, Weights};
-use crate::region::{Region, RegionPool};
+use crate::region::Region;
 use crate::signal::Signal;
 use crate::sink::mean::{TileMemory, Wave};
 use crate::state::{Record, StateDir};
@@ -580,16 +581,17 @@ impl Sizes {
     }
 }
 
-/// Reads one client's control channel until it ends.
-fn read_client(
+/// Reads one client's control channel until it ends. `note` takes what it can, and gives back what the
+/// session must decide on.
+pub(crate) fn read_client(
     mut reader: Reader,
     connection: ConnectionId,
-    shared: &PeerShared,
     events: &Sender<Event>,
+    note: impl Fn(ClientMessage) -> Result<Option<ClientMessage>, ProtocolError>,
 ) {
     let unheard = Quota::new(limits::MAX_UNHEARD_BYTES);
     loop {
-        let event = match hear(&mut reader, shared, &unheard) {
+        let event = match hear(&mut reader, &note, &unheard) {
             Ok(None) => continue,
             Ok(Some((message, share))) => Event::Message { connection, message, _unheard: share },
             Err(error) => Event::Lost { connection, error },
@@ -605,11 +607,11 @@ fn read_client(
 /// decide on it.
 fn hear(
     reader: &mut Reader,
-    shared: &PeerShared,
+    note: &impl Fn(ClientMessage) -> Result<Option<ClientMessage>, ProtocolError>,
     unheard: &Arc<Quota>,
 ) -> Result<Option<(ClientMessage, Share)>, ControlError> {
     let bytes = reader.read_length(limits::MAX_SHORT_FRAME_BYTES)?;
-    let Some(message) = note(reader.read_body(bytes)?, shared)? else { return Ok(None) };
+    let Some(message) = note(reader.read_body(bytes)?)? else { return Ok(None) };
     let share = unheard.take(bytes + limits::UNHEARD_BYTES).ok_or(ProtocolError::Flood)?;
     Ok(Some((message, share)))
 }

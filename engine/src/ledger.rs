@@ -180,17 +180,12 @@ impl LaneLedger<'_> {
         if Head::read_from_prefix(bytes).is_ok_and(|(head, _)| head.round != round) {
             bytes.fill(0);
         }
+        if let Ok((head, _)) = Head::mut_from_prefix(bytes) {
+            head.round = round;
+        }
         if let Ok(all) = <[Came]>::mut_from_bytes(&mut bytes[HEAD_BYTES..]) {
             let found = findings.map_or([0; 2], |findings| findings.raw(chunk));
             all[peer] = Came { came: 1, sum: sums.get(chunk).unwrap_or(0), found };
-        }
-        self.set_round(chunk);
-    }
-
-    fn set_round(&mut self, chunk: usize) {
-        let (place, round) = (self.place(chunk), self.round);
-        if let Ok((head, _)) = Head::mut_from_prefix(&mut self.entries[place]) {
-            head.round = round;
         }
     }
 

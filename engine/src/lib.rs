@@ -22,6 +22,7 @@ pub mod link;
 pub mod manifest;
 pub mod meter;
 pub mod paths;
+pub mod pool;
 pub mod probe;
 mod quota;
 pub mod receiver;

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use fedlane::exchange::{Exchange, fetch};
-use fedlane::region::RegionPool;
+use fedlane::pool::RegionPool;
 
 use common::{PATIENCE, exchange, floats, leave, line, parcel, secret, until_released, wanted};
 use peer::Peer;

@@ -1,5 +1,7 @@
 //! What one client can make an aggregator hold, send and keep open has bounds.
 
+mod honest;
+
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -8,59 +10,20 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use fedlane::aggregator::{Aggregator, AggregatorConfig, Session};
-use fedlane::client::{Client, ClientConfig, Target, Task};
-use fedlane::control::{Congestion, ControlChannel, Reader, Writer};
+use fedlane::control::{ControlChannel, Reader, Writer};
 use fedlane::limits::MAX_FRAME_BYTES;
 use fedlane::link::Link;
-use fedlane::manifest::{Dtype, Manifest, synthetic};
-use fedlane::paths::ReceiveKind;
 use fedlane::source::generator::Generator;
 use fedlane::wire::hello::{DataHello, Secret};
 use fedlane::wire::message::{AggregatorMessage, ChunkRange, ClientMessage};
 
+use honest::{honest, model};
+
 /// Whatever waits so long hangs.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-fn model() -> Manifest {
-    synthetic(1 << 20, Dtype::F32).unwrap()
-}
-
 fn entries(directory: &str) -> usize {
     Path::new(directory).read_dir().unwrap().count()
-}
-
-fn config(name: &str) -> ClientConfig {
-    ClientConfig {
-        name: name.to_string(),
-        examples: 1.0,
-        secret: Secret::OPEN,
-        tls: None,
-        send_path: None,
-        receive_path: ReceiveKind::default(),
-        congestion: Congestion::Auto,
-        deadline: PATIENCE,
-        reconnect: Some(Duration::ZERO),
-    }
-}
-
-/// A client that plays by the rules.
-fn honest(address: SocketAddr, name: &'static str) -> JoinHandle<Result<(), String>> {
-    let run = move || {
-        let mut client = Client::join(address, config(name), &model())?;
-        loop {
-            match client.next_task()? {
-                Task::Upload { round } => drop(client.upload(round, &Generator::new(model(), 1))?),
-                Task::Download { round, digest } => {
-                    client.download(round, digest, Target::Check)?;
-                    client.confirm(round);
-                }
-                Task::Done => return Ok(()),
-            }
-        }
-    };
-    std::thread::spawn(move || {
-        run().map_err(|error: fedlane::error::ClientError| error.to_string())
-    })
 }
 
 /// A control connection that has joined as "bad".
@@ -170,7 +133,7 @@ fn a_client_that_comes_again_and_again_holds_one_connection() {
     let aggregator = Aggregator::bind("127.0.0.1:0", config).unwrap();
     let address = aggregator.address();
     let gathering = std::thread::spawn(move || aggregator.gather(Some(model())).unwrap());
-    let good = honest(address, "good");
+    let good = honest(address, "good", PATIENCE);
     let bad = Agreed::join(address);
     let mut session = gathering.join().unwrap();
     let rounds = std::thread::spawn(move || {

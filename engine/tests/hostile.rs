@@ -1,6 +1,8 @@
 //! Many sessions in one process, half of which fail, leave no descriptor, no thread and no
 //! memory behind.
 
+mod honest;
+
 use std::io::Write;
 use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
@@ -9,23 +11,18 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use fedlane::aggregator::{Aggregator, AggregatorConfig};
-use fedlane::client::{Client, ClientConfig, Target, Task};
-use fedlane::control::{Congestion, ControlChannel, Heartbeat, Writer};
+use fedlane::client::{Client, Task};
+use fedlane::control::{ControlChannel, Heartbeat, Writer};
 use fedlane::link::Link;
-use fedlane::manifest::{Dtype, Manifest, synthetic};
-use fedlane::paths::ReceiveKind;
-use fedlane::source::generator::Generator;
 use fedlane::wire::hello::Secret;
 use fedlane::wire::message::ClientMessage;
+
+use honest::{config, honest, model};
 
 const DEADLINE: Duration = Duration::from_millis(500);
 
 /// Memory that allocator and runtime may keep between two looks.
 const SLACK_KIB: u64 = 16 << 10;
-
-fn model() -> Manifest {
-    synthetic(1 << 20, Dtype::F32).unwrap()
-}
 
 /// Starts an aggregator for two clients; it gives what its session came to.
 fn aggregator() -> (SocketAddr, JoinHandle<Result<(), String>>) {
@@ -46,40 +43,6 @@ fn aggregator() -> (SocketAddr, JoinHandle<Result<(), String>>) {
     };
     let run = move || run().map_err(|error: fedlane::error::AggregatorError| error.to_string());
     (address, std::thread::spawn(run))
-}
-
-fn config(name: &str) -> ClientConfig {
-    ClientConfig {
-        name: name.to_string(),
-        examples: 1.0,
-        secret: Secret::OPEN,
-        tls: None,
-        send_path: None,
-        receive_path: ReceiveKind::default(),
-        congestion: Congestion::Auto,
-        deadline: DEADLINE,
-        reconnect: Some(Duration::ZERO),
-    }
-}
-
-/// A client that plays by the rules.
-fn honest(address: SocketAddr, name: &'static str) -> JoinHandle<Result<(), String>> {
-    let run = move || {
-        let mut client = Client::join(address, config(name), &model())?;
-        loop {
-            match client.next_task()? {
-                Task::Upload { round } => drop(client.upload(round, &Generator::new(model(), 1))?),
-                Task::Download { round, digest } => {
-                    client.download(round, digest, Target::Check)?;
-                    client.confirm(round);
-                }
-                Task::Done => return Ok(()),
-            }
-        }
-    };
-    std::thread::spawn(move || {
-        run().map_err(|error: fedlane::error::ClientError| error.to_string())
-    })
 }
 
 /// A control connection that has joined as "bad".
@@ -109,9 +72,9 @@ enum Second {
 impl Second {
     fn run(self, address: SocketAddr) {
         match self {
-            Second::PlaysByTheRules => honest(address, "bad").join().unwrap().unwrap(),
+            Second::PlaysByTheRules => honest(address, "bad", DEADLINE).join().unwrap().unwrap(),
             Second::LeavesWhenAsked => {
-                let mut client = Client::join(address, config("bad"), &model()).unwrap();
+                let mut client = Client::join(address, config("bad", DEADLINE), &model()).unwrap();
                 assert_eq!(client.next_task().unwrap(), Task::Upload { round: 1 });
             }
             Second::SendsGarbage => joined(address).0.write_all(&[0xee; 64]).unwrap(),
@@ -124,7 +87,7 @@ impl Second {
                 drop(pulse);
             }
             Second::HasATakenName => {
-                honest(address, "good").join().unwrap().unwrap_err();
+                honest(address, "good", DEADLINE).join().unwrap().unwrap_err();
             }
         }
     }
@@ -142,7 +105,7 @@ fn await_end(socket: &mut TcpStream) {
 fn session(second: Second) {
     let (address, aggregator) = aggregator();
     let strangers: Vec<TcpStream> = (0..5).map(|_| TcpStream::connect(address).unwrap()).collect();
-    let first = honest(address, "good");
+    let first = honest(address, "good", DEADLINE);
     second.run(address);
     let results = [aggregator.join().unwrap(), first.join().unwrap()];
     match second {

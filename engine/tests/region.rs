@@ -5,7 +5,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 
 use fedlane::limits::PASSED_OVER;
-use fedlane::region::{Region, RegionPool};
+use fedlane::pool::RegionPool;
+use fedlane::region::Region;
 use fedlane::sys::memory::Pages;
 
 const PAGE: u64 = 4096;

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use fedlane::exchange::{self, ExchangeConfig, LineConfig, MeanSums, Wanted};
 use fedlane::manifest::{Dtype, Manifest};
-use fedlane::region::{Region, RegionPool};
+use fedlane::pool::RegionPool;
+use fedlane::region::Region;
 use fedlane::tls::{ClientTls, ServerTls};
 use fedlane::wire::hello::Secret;
 use pyo3::exceptions::PyValueError;

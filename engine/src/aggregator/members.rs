@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::door::{Door, Expiry, Pass};
 use super::gather::{check_model, refuse};
-use super::{Event, Joined, PeerShared, label, read_client};
+use super::{Event, Joined, PeerShared, label, note, read_client};
 use crate::channel::DataChannel;
 use crate::control::{self, ControlChannel, Listeners, Writer, printable, random};
 use crate::error::{
@@ -578,7 +578,8 @@ pub(super) fn connect(
     let ControlChannel { reader, writer, .. } = channel;
     let events = events.clone();
     let thread = std::thread::Builder::new().name("control".into());
-    let thread = thread.spawn(move || read_client(reader, id, &shared, &events))?;
+    let thread =
+        thread.spawn(move || read_client(reader, id, &events, |message| note(message, &shared)))?;
     let streams = (0..streams).map(|_| None).collect();
     let reader = Some(thread);
     let listeners = listeners.clone();

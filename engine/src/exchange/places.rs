@@ -12,7 +12,7 @@ use crate::aggregator::{Aggregator, AggregatorConfig, Joined, refuse};
 use crate::error::{AggregatorError, ExchangeError};
 use crate::limits;
 use crate::manifest::Manifest;
-use crate::region::RegionPool;
+use crate::pool::RegionPool;
 use crate::sys::memory::Pages;
 use crate::wire::hello::{Place, Secret};
 use crate::wire::message::{AggregatorMessage, ClientMessage};

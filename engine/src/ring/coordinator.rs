@@ -10,14 +10,13 @@ use std::time::{Duration, Instant};
 use crate::aggregator::door::{Door, Reception, Visit};
 use crate::aggregator::{
     Event, Joined, WaitingRoom, check_examples, check_model, check_name, default_streams, label,
-    refuse, refuse_open,
+    read_client, refuse, refuse_open,
 };
-use crate::control::{self, Congestion, Heartbeat, Listeners, Reader, Writer, printable, random};
-use crate::error::{AggregatorError, ControlError, Fault, ProtocolError};
+use crate::control::{self, Congestion, Heartbeat, Listeners, Writer, printable, random};
+use crate::error::{AggregatorError, Fault, ProtocolError};
 use crate::lane::ConnectionId;
 use crate::limits;
 use crate::manifest::Manifest;
-use crate::quota::{Quota, Share};
 use crate::reducer::{AccumulatorLayout, Weights};
 use crate::topology::{self, Host};
 use crate::wire::hello::{Secret, SessionId, Ticket};
@@ -606,7 +605,7 @@ impl Coordinator {
         self.listeners.lock().unwrap_or_else(PoisonError::into_inner).push(writer.clone());
         let reader = std::thread::Builder::new()
             .name("control".into())
-            .spawn(move || read(reader, connection, &events))?;
+            .spawn(move || read_client(reader, connection, &events, note))?;
         self.model.get_or_insert(manifest);
         self.peers.push(Peer {
             name,
@@ -712,34 +711,9 @@ fn take_broken(message: ClientMessage) -> Option<Broken> {
     }
 }
 
-/// Reads one host's control channel until it ends.
-fn read(mut reader: Reader, connection: ConnectionId, events: &Sender<Event>) {
-    let unheard = Quota::new(limits::MAX_UNHEARD_BYTES);
-    loop {
-        let event = match hear(&mut reader, &unheard) {
-            Ok(None) => continue,
-            Ok(Some((message, share))) => Event::Message { connection, message, _unheard: share },
-            Err(error) => Event::Lost { connection, error },
-        };
-        let last = matches!(event, Event::Lost { .. });
-        if events.send(event).is_err() || last {
-            return;
-        }
-    }
-}
-
-/// Reads one message, and gives it with its share of what may wait to be heard.
-fn hear(
-    reader: &mut Reader,
-    unheard: &Arc<Quota>,
-) -> Result<Option<(ClientMessage, Share)>, ControlError> {
-    let bytes = reader.read_length(limits::MAX_SHORT_FRAME_BYTES)?;
-    let message = reader.read_body(bytes)?;
-    if message == ClientMessage::Alive {
-        return Ok(None);
-    }
-    let share = unheard.take(bytes + limits::UNHEARD_BYTES).ok_or(ProtocolError::Flood)?;
-    Ok(Some((message, share)))
+/// Signs of life are nobody's business.
+fn note(message: ClientMessage) -> Result<Option<ClientMessage>, ProtocolError> {
+    Ok(Some(message).filter(|message| *message != ClientMessage::Alive))
 }
 
 fn reception(config: &RingConfig, joined: Sender<Event>) -> Reception {

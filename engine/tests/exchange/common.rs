@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use fedlane::exchange::{Deposit, Exchange, ExchangeConfig, LineConfig, Parcel, Wanted};
 use fedlane::manifest::{Dtype, Manifest};
-use fedlane::region::RegionPool;
+use fedlane::pool::RegionPool;
 use fedlane::source::Source;
 use fedlane::source::generator::Generator;
 use fedlane::wire::hello::Secret;

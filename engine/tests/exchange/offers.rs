@@ -8,7 +8,8 @@ use fedlane::control::Congestion;
 use fedlane::error::ClientError;
 use fedlane::exchange::{Parcel, call, fetch};
 use fedlane::paths::ReceiveKind;
-use fedlane::region::{Region, RegionPool};
+use fedlane::pool::RegionPool;
+use fedlane::region::Region;
 use fedlane::wire::message::{AggregatorMessage, ClientMessage};
 
 use crate::common::{PATIENCE, exchange, floats, line, parcel, patient, secret, until};

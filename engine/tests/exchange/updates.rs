@@ -6,7 +6,7 @@ use std::time::Duration;
 use fedlane::error::ExchangeError;
 use fedlane::exchange::{Deposit, Exchange, ExchangeConfig};
 use fedlane::manifest::{Dtype, Manifest, synthetic};
-use fedlane::region::RegionPool;
+use fedlane::pool::RegionPool;
 use fedlane::wire::message::{AggregatorMessage, ClientMessage};
 
 use crate::common::{
