@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use fedlane::client::{Canceller, Client, ClientConfig, Joined, Target, Task};
+use fedlane::client::{Canceller, Client, ClientConfig, Target, Task};
 use fedlane::error::ClientError;
 use fedlane::manifest::{ChunkTable, Manifest};
 use fedlane::meter::Meter;
 use fedlane::region::Region;
-use fedlane::ring::{Member, Outcome, RingMember};
+use fedlane::ring::{self, Joined, Member, Outcome, RingMember};
 use fedlane::sink::file::ModelFile;
 use fedlane::source::Source;
 use fedlane::source::region::RegionSource;
@@ -138,7 +138,7 @@ impl Join {
         );
         let member = RingMember { client: config, advertise: self.advertise.clone() };
         let canceller = Canceller::default();
-        let joined = Client::join_any(self.address.as_str(), member, &manifest, &canceller)?;
+        let joined = ring::join_any(self.address.as_str(), member, &manifest, &canceller)?;
         let mut client = match joined {
             Joined::Star(client) => client,
             Joined::Ring(mut member) => {

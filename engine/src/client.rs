@@ -23,7 +23,6 @@ use crate::meter::Phase;
 use crate::paths::{ReceiveKind, SendKind};
 use crate::quota::Share;
 use crate::region::Region;
-use crate::ring::{Member, RingMember};
 use crate::signal::Signal;
 use crate::sink::file::ModelFile;
 use crate::sums::SumTable;
@@ -75,14 +74,6 @@ pub enum Task {
     },
     /// All rounds are done.
     Done,
-}
-
-/// What was joined.
-pub enum Joined {
-    /// An aggregator that averages.
-    Star(Box<Client>),
-    /// A ring.
-    Ring(Box<Member>),
 }
 
 /// Where a model goes.
@@ -304,32 +295,22 @@ impl Client {
         manifest: Option<&Manifest>,
         canceller: &Canceller,
     ) -> Result<Client, ClientError> {
-        match Self::connect(address, config, manifest, canceller)? {
-            (Connected::Star(link, reader), rest) => {
-                Self::begin(*link, reader, rest, manifest, canceller)
-            }
-            (Connected::Ring(entry), _) => Err(not_a_star(entry.address)),
-        }
+        let joined = Self::join_either(address, config, manifest, canceller)?;
+        joined.map_err(|ring| not_a_star(ring.address))
     }
 
-    /// Joins whatever is at `address`: an aggregator that averages, or one that keeps a ring together.
-    ///
-    /// # Errors
-    /// As for [`Client::join_cancellable`].
-    pub fn join_any(
+    /// Joins an aggregator that averages, or gives what is needed to take part in a ring.
+    pub(crate) fn join_either(
         address: impl ToSocketAddrs + std::fmt::Display,
-        config: RingMember,
-        manifest: &Manifest,
+        config: ClientConfig,
+        manifest: Option<&Manifest>,
         canceller: &Canceller,
-    ) -> Result<Joined, ClientError> {
-        let connected = Self::connect(address, config.client.clone(), Some(manifest), canceller)?;
-        match connected {
+    ) -> Result<Result<Client, RingEntry>, ClientError> {
+        match Self::connect(address, config, manifest, canceller)? {
             (Connected::Star(link, reader), rest) => {
-                Self::begin(*link, reader, rest, Some(manifest), canceller)
-                    .map(|client| Joined::Star(Box::new(client)))
+                Self::begin(*link, reader, rest, manifest, canceller).map(Ok)
             }
-            (Connected::Ring(entry), _) => Member::begin(*entry, config, manifest, canceller)
-                .map(|member| Joined::Ring(Box::new(member))),
+            (Connected::Ring(entry), _) => Ok(Err(*entry)),
         }
     }
 

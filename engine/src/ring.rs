@@ -15,5 +15,37 @@ mod lane;
 mod member;
 mod stage;
 
+use std::net::ToSocketAddrs;
+
+use crate::client::{Canceller, Client};
+use crate::error::ClientError;
+use crate::manifest::Manifest;
+
 pub use coordinator::{Coordinator, RingConfig, RoundReport, Stopper};
 pub use member::{Member, Outcome, RingMember};
+
+/// What was joined.
+pub enum Joined {
+    /// An aggregator that averages.
+    Star(Box<Client>),
+    /// A ring.
+    Ring(Box<Member>),
+}
+
+/// Joins whatever is at `address`: an aggregator that averages, or one that keeps a ring together.
+///
+/// # Errors
+/// As for [`Client::join_cancellable`].
+pub fn join_any(
+    address: impl ToSocketAddrs + std::fmt::Display,
+    config: RingMember,
+    manifest: &Manifest,
+    canceller: &Canceller,
+) -> Result<Joined, ClientError> {
+    let client = config.client.clone();
+    match Client::join_either(address, client, Some(manifest), canceller)? {
+        Ok(client) => Ok(Joined::Star(Box::new(client))),
+        Err(entry) => Member::begin(entry, config, manifest, canceller)
+            .map(|member| Joined::Ring(Box::new(member))),
+    }
+}

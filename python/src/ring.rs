@@ -3,12 +3,12 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use fedlane::client::{self, Canceller, ClientConfig, Joined};
+use fedlane::client::{Canceller, ClientConfig};
 use fedlane::control::Congestion;
 use fedlane::error::ClientError;
 use fedlane::manifest::Manifest;
 use fedlane::paths::ReceiveKind;
-use fedlane::ring::{Coordinator, Member, RingConfig, RingMember, Stopper};
+use fedlane::ring::{Coordinator, Joined, Member, RingConfig, RingMember, Stopper, join_any};
 use fedlane::source::region::RegionSource;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -193,7 +193,7 @@ impl Ring {
         let canceller = Canceller::default();
         let (inside, layout, at) = (canceller.clone(), manifest.clone(), dialled(&address));
         let config = RingMember { client, advertise };
-        let join = move || client::Client::join_any(at, config, &layout, &inside);
+        let join = move || join_any(at, config, &layout, &inside);
         let stop = || keeper.iter().for_each(Stopper::stop);
         let joined =
             blocking::run(py, join, || canceller.cancel(STOPPED)).and_then(OrRaise::or_raise);

@@ -5,13 +5,15 @@ use std::net::SocketAddr;
 use std::thread::{JoinHandle, spawn};
 use std::time::Duration;
 
-use fedlane::client::{Canceller, Client, ClientConfig, Joined};
+use fedlane::client::{Canceller, ClientConfig};
 use fedlane::control::Congestion;
 use fedlane::error::{AggregatorError, ClientError};
 use fedlane::manifest::{Dtype, Manifest};
 use fedlane::paths::ReceiveKind;
 use fedlane::region::Region;
-use fedlane::ring::{Coordinator, Member, Outcome, RingConfig, RingMember, RoundReport};
+use fedlane::ring::{
+    Coordinator, Joined, Member, Outcome, RingConfig, RingMember, RoundReport, join_any,
+};
 use fedlane::source::Source;
 use fedlane::source::generator::Generator;
 use fedlane::wire::hello::Secret;
@@ -44,7 +46,7 @@ pub fn member(name: &str, secret: Secret) -> RingMember {
 /// Joins a ring; gives also what ends the member as a killed process would end.
 pub fn join(address: SocketAddr, config: RingMember, manifest: &Manifest) -> (Member, Canceller) {
     let canceller = Canceller::default();
-    match Client::join_any(address, config, manifest, &canceller).unwrap() {
+    match join_any(address, config, manifest, &canceller).unwrap() {
         Joined::Ring(member) => (*member, canceller),
         Joined::Star(_) => panic!("this is a ring"),
     }
