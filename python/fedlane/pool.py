@@ -179,10 +179,13 @@ class Pool:
             self._lock.notify_all()
 
     def watch(self, pid: int) -> None:
-        """Lives at least as long as process ``pid``."""
+        """Lives at least as long as process ``pid``, which may have ended already."""
         with self._lock:
             if pid not in self._watched:
-                self._watched[pid] = os.pidfd_open(pid)
+                try:
+                    self._watched[pid] = os.pidfd_open(pid)
+                except ProcessLookupError:
+                    pass
 
     def outlived(self) -> bool:
         """Whether all watched processes have ended."""

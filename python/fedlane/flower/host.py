@@ -27,6 +27,8 @@ from .tickets import Order
 POOL_START_S = 20.0
 #: A process with one of these in its command line is who a pool serves.
 _SUPERNODE = ("flower-supernode", "flower-superexec")
+#: Who started this process. One that was orphaned has another parent later, which may never end.
+_PARENT = os.getppid()
 
 
 class Unreachable(Exception):
@@ -193,10 +195,12 @@ def import_path() -> list[str]:
 
 
 def supernode_pid() -> int:
-    """The process that outlives this one and starts the next: the SuperNode, or its SuperExec."""
+    """The process that outlives this one and starts the next: the SuperNode, or its SuperExec.
+
+    This process itself when there is none: it has ended before, or is in another container.
+    """
     pid = os.getpid()
-    # In a container of its own a ClientApp has no parent.
-    best = os.getppid() or pid
+    best = _PARENT if _PARENT > 1 and _PARENT == os.getppid() else pid
     while pid > 1:
         try:
             with open(f"/proc/{pid}/stat") as file:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from compare import assert_through_fedlane, unpack
@@ -109,3 +111,28 @@ def test_the_pool_ends_with_its_supernodes(how):
         assert not wait_until(lambda: flower.pools() != [pool], 1.5), "another SuperNode still needs it"
         os.kill(flower.supernodes[1], how)
         assert wait_until(lambda: not flower.pools(), 10)
+
+
+ORPHAN = """
+import os, sys, time
+from fedlane.flower.host import supernode_pid
+parent = os.getppid()
+print(supernode_pid() == parent, flush=True)
+os.write(int(sys.argv[1]), b"!")
+while os.getppid() == parent:
+    time.sleep(0.01)
+print(supernode_pid() == os.getpid(), flush=True)
+"""
+PARENT = """
+import os, subprocess, sys
+reader, writer = os.pipe()
+subprocess.Popen([sys.executable, "-c", sys.argv[1], str(writer)], pass_fds=[writer])
+os.read(reader, 1)
+"""
+
+
+def test_an_orphan_keeps_no_pool_alive():
+    """A ClientApp whose SuperNode was killed is a child of init, which never ends: it names itself."""
+    words = [sys.executable, "-c", PARENT, ORPHAN]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["True", "True"], done
