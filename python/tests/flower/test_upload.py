@@ -3,6 +3,8 @@
 The uploads pass a slow proxy, so that the test knows when they run. Each SuperNode has a pool of its own.
 """
 
+import re
+
 import pytest
 from conftest import finished
 from harness import APPS, PATIENCE, Deployment, wait_until
@@ -54,7 +56,8 @@ def test_a_pool_killed_in_mid_upload(mode):
 def test_a_supernode_killed_in_mid_upload(mode):
     """Its pool lives until the update is taken: it counts, because Flower has delivered its reply."""
     def replied(flower: Deployment) -> list[int]:
-        return [flower.supernodes[1]] if "Sent successfully" in flower.logs("supernode1") else []
+        trained = re.search("Sending: train.*Sent successfully", flower.logs("supernode1"), re.DOTALL)
+        return [flower.supernodes[1]] if trained else []
 
     result = killed(mode, replied, **{"timeout-s": 30.0 * PATIENCE})
     assert counted(result) == [[0, 1, 2]]
