@@ -382,8 +382,10 @@ class Deployment:
             try:
                 process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                pass
-        wait_until(lambda: not self.processes(), max(0.0, end - time.monotonic()) / PATIENCE)
+                process.kill()
+                process.wait()
+        # From here on: Flower itself may have taken long to end.
+        wait_until(lambda: not self.processes(), STOP_S / PATIENCE)
         self.leftovers = self.processes()
         self._kill_all()
         shutil.rmtree(self.folder, ignore_errors=True)
