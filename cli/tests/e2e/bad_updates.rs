@@ -115,7 +115,7 @@ fn an_update_that_is_not_finite_is_left_out() {
 
 #[test]
 fn elements_that_are_not_finite_count_as_zero() {
-    for averaging in ["--averaging=streaming", "--averaging=staged"] {
+    for averaging in ["--averaging=streaming", "--averaging=spool"] {
         let (served, clients, mean) = session(&["--on-nonfinite=zero", averaging]);
         let served = served.done();
         clients.into_iter().for_each(|client| drop(client.done()));

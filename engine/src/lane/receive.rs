@@ -20,6 +20,7 @@ use crate::channel::DataChannel;
 use crate::error::{LaneError, SinkError, TransferError};
 use crate::limits;
 use crate::manifest::{Chunk, ChunkTable};
+use crate::named::Named;
 use crate::paths::ReceiveKind;
 use crate::receiver::{Landing, Lands, ReceivePath};
 use crate::reducer::{Norm, clean, inspect};
@@ -36,6 +37,17 @@ pub enum Order {
     Arrival,
     /// For every chunk, peer after peer: the same bits whatever came first.
     Client,
+}
+
+impl Named for Order {
+    const VALUES: &'static [(Order, &'static str, &'static str)] = &[
+        (
+            Order::Arrival,
+            "arrival",
+            "As updates arrive: fastest; the last bits may depend on who came first",
+        ),
+        (Order::Client, "client", "By client name: the same bits whoever came first"),
+    ];
 }
 
 /// What a receiving lane is told.
