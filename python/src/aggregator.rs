@@ -467,8 +467,10 @@ impl Aggregator {
 /// One of the values of a setting.
 fn by_name<T: Named>(what: &str, name: &str) -> PyResult<T> {
     T::named(name).ok_or_else(|| {
-        let names: Vec<_> = T::VALUES.iter().map(|(_, name, _)| format!("\"{name}\"")).collect();
-        PyValueError::new_err(format!("{what} is {}, not {name:?}", names.join(" or ")))
+        let mut names =
+            T::VALUES.iter().map(|(_, name, _)| format!("\"{name}\"")).collect::<Vec<_>>();
+        let last = names.pop().unwrap_or_default();
+        PyValueError::new_err(format!("{what} is {} or {last}, not {name:?}", names.join(", ")))
     })
 }
 

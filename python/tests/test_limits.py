@@ -190,7 +190,7 @@ def test_a_first_client_with_a_model_that_is_too_large():
         ({"round_deadline": float("nan")}, "round_deadline is NaN seconds"),
         ({"reconnect": 1e9}, "reconnect is 1000000000 seconds"),
         ({"on_loss": "weep"}, 'on_loss is "redo", "spool" or "auto", not "weep"'),
-        ({"on_nonfinite": "drop"}, 'on_nonfinite is "reject" or "zero" or "keep", not "drop"'),
+        ({"on_nonfinite": "drop"}, 'on_nonfinite is "reject", "zero" or "keep", not "drop"'),
         ({"clip_norm": 0.0}, "the clip norm is 0; it must be finite and above zero"),
         ({"clip_norm": float("inf")}, "the clip norm is inf"),
     ],
