@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::gather::accumulator_layout;
 use super::members::{Link, Members, Peer};
-use super::round::{Begun, Regions};
+use super::round::{Begun, LEFT_OUT_BEFORE, Regions};
 use super::{
     Admission, Aggregator, AggregatorConfig, Averaging, Lanes, Model, PeerShared, Session, Sizes,
 };
@@ -231,6 +231,8 @@ impl Aggregator {
         match record.stage {
             Stage::Between => {}
             Stage::Averaged { counted } => {
+                let all = session.members.peers.iter_mut();
+                all.for_each(|peer| peer.left_out = LEFT_OUT_BEFORE.into());
                 session.counted = counted;
                 session.unsent = true;
             }

@@ -27,7 +27,9 @@ use crate::source::region::RegionSource;
 use crate::state::ModelRecord;
 use crate::verdict::{Findings, OnNonfinite, Place, Rejection, UpdateReport, Verdict};
 use crate::wire::checksum::model_digest;
-use crate::wire::message::AggregatorMessage;
+
+/// Of a client that an earlier process has left out of the round.
+pub(super) const LEFT_OUT_BEFORE: &str = "it was left out before the aggregator was started again";
 
 impl Session {
     /// Makes `source` the model and sends it to every client, before the first round.
@@ -216,7 +218,7 @@ impl Session {
         self.end_on_error(kept)?;
         base.and_then(Arc::into_inner).into_iter().for_each(|region| self.pool.give_back(region));
         for (peer, &counted) in self.counted.iter().enumerate() {
-            self.members.tell(peer, &AggregatorMessage::Applied { round, counted });
+            self.members.tell_of_round(peer, round, counted);
         }
         Ok(spool)
     }
@@ -268,9 +270,12 @@ impl Session {
         self.averaging = averaging;
         let has_mean = self.lanes.layout.is_some();
         let mut sums = vec![0; if has_mean { self.lanes.chunks.len() } else { 0 }];
-        for peer in &mut self.members.peers {
+        for (index, peer) in self.members.peers.iter_mut().enumerate() {
             peer.shared.start_round(round, self.ready);
             peer.begin_round();
+            if lost[index] && !absent[index] {
+                peer.left_out = LEFT_OUT_BEFORE.into();
+            }
         }
         let mut ledger = regions.ledger.take();
         let expected = lost.iter().filter(|&&lost| !lost).count();
