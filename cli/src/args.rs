@@ -2,12 +2,14 @@
 
 use std::time::Duration;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use fedlane::aggregator::{AggregatorConfig, Averaging, OnLoss, default_streams};
 use fedlane::control::Congestion;
 use fedlane::lane::receive::Order;
 use fedlane::limits;
 use fedlane::manifest::{Dtype, PRESETS};
+use fedlane::named::Named;
 use fedlane::paths::{ReceiveKind, SendKind};
 use fedlane::receiver::Lands;
 use fedlane::verdict::{OnNonfinite, UpdatePolicy};
@@ -61,6 +63,13 @@ pub fn parse_examples(text: &str) -> Result<f64, String> {
     } else {
         Err("must be finite and not negative".into())
     }
+}
+
+/// One of the values of a setting.
+fn by_name<T: Named + Send + Sync>() -> impl TypedValueParser<Value = T> {
+    let values = T::VALUES.iter().map(|(_, name, help)| PossibleValue::new(*name).help(*help));
+    let parse = |name: String| T::named(&name).ok_or("unknown");
+    PossibleValuesParser::new(values).try_map(parse)
 }
 
 fn parse_congestion(name: &str) -> Result<Congestion, String> {
@@ -176,12 +185,13 @@ pub struct Averager {
     pub round_deadline: Option<Duration>,
 
     /// In which order clients are averaged
-    #[arg(long, value_enum, default_value_t = OrderArg::Arrival)]
-    pub order: OrderArg,
+    #[arg(long, value_parser = by_name::<Order>(), default_value = Order::Arrival.name())]
+    pub order: Order,
 
     /// What happens to an update with elements that are NaN or infinite
-    #[arg(long, value_enum, value_name = "WHAT", default_value_t = OnNonfiniteArg::Reject)]
-    pub on_nonfinite: OnNonfiniteArg,
+    #[arg(long, value_name = "WHAT", value_parser = by_name::<OnNonfinite>())]
+    #[arg(default_value = OnNonfinite::default().name())]
+    pub on_nonfinite: OnNonfinite,
 
     /// Largest norm of an update; larger ones are scaled down to it
     ///
@@ -192,8 +202,9 @@ pub struct Averager {
     pub clip_norm: Option<f64>,
 
     /// What is done about a client that is lost in mid-upload
-    #[arg(long, value_enum, default_value_t = OnLossArg::Auto, value_name = "WHAT")]
-    pub on_loss: OnLossArg,
+    #[arg(long, value_name = "WHAT", value_parser = by_name::<OnLoss>())]
+    #[arg(default_value = OnLoss::default().name())]
+    pub on_loss: OnLoss,
 
     /// Largest model that the first client may bring, where there is no --initial one [default: what the
     /// host has memory for]
@@ -214,44 +225,13 @@ pub enum Topology {
     Ring,
 }
 
-/// `--order`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum OrderArg {
-    /// As updates arrive: fastest; the last bits may depend on who came first
-    Arrival,
-    /// By client name: the same bits whoever came first
-    Client,
-}
-
-/// `--on-nonfinite`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum OnNonfiniteArg {
-    /// It is left out whole: the mean is that of the others
-    Reject,
-    /// Those elements count as zero
-    Zero,
-    /// It counts as it is: those elements of the mean are NaN or infinite too
-    Keep,
-}
-
-/// `--on-loss`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum OnLossArg {
-    /// Updates are averaged while they arrive; others send again what was mixed with the lost one's
-    Redo,
-    /// Updates are kept apart until they are whole: in memory, or on the disk of --state
-    Spool,
-    /// For each round what has been cheaper so far; the log says why
-    Auto,
-}
-
 /// `--averaging`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum AveragingArg {
     /// While they arrive
     Streaming,
     /// After all have arrived
-    Staged,
+    Spool,
     /// Checked and dropped
     Checksum,
     /// Dropped unseen
@@ -270,32 +250,18 @@ impl Averager {
             streams: self.streams.unwrap_or_else(default_streams),
             chunk_bytes: self.chunk_bytes,
             deadline: paths.deadline(),
-            order: match self.order {
-                OrderArg::Arrival => Order::Arrival,
-                OrderArg::Client => Order::Client,
-            },
+            order: self.order,
             averaging: match self.averaging {
                 AveragingArg::Streaming => Averaging::Streaming,
-                AveragingArg::Staged => Averaging::Staged,
+                AveragingArg::Spool => Averaging::Spool,
                 AveragingArg::Checksum => Averaging::Checksum,
                 AveragingArg::Discard => Averaging::Discard,
             },
-            on_loss: match self.on_loss {
-                OnLossArg::Redo => OnLoss::Redo,
-                OnLossArg::Spool => OnLoss::Spool,
-                OnLossArg::Auto => OnLoss::Auto,
-            },
+            on_loss: self.on_loss,
             receive_path: paths.receive_path,
             send_path: paths.send_path,
             congestion: paths.congestion.clone(),
-            updates: UpdatePolicy {
-                on_nonfinite: match self.on_nonfinite {
-                    OnNonfiniteArg::Reject => OnNonfinite::Reject,
-                    OnNonfiniteArg::Zero => OnNonfinite::Zero,
-                    OnNonfiniteArg::Keep => OnNonfinite::Keep,
-                },
-                clip_norm: self.clip_norm,
-            },
+            updates: UpdatePolicy { on_nonfinite: self.on_nonfinite, clip_norm: self.clip_norm },
             max_model_bytes: self.max_model.unwrap_or(limits::MAX_MODEL_BYTES),
             ..AggregatorConfig::default()
         }
@@ -304,16 +270,13 @@ impl Averager {
     /// The command-line arguments that say the same.
     pub fn to_args(&self) -> Vec<String> {
         let name = |value: clap::builder::PossibleValue| value.get_name().to_string();
-        let order = self.order.to_possible_value().map(name).unwrap_or_default();
         let averaging = self.averaging.to_possible_value().map(name).unwrap_or_default();
-        let on_nonfinite = self.on_nonfinite.to_possible_value().map(name).unwrap_or_default();
-        let on_loss = self.on_loss.to_possible_value().map(name).unwrap_or_default();
         let mut args = vec![
-            format!("--on-loss={on_loss}"),
+            format!("--on-loss={}", self.on_loss.name()),
             format!("--chunk-bytes={}", self.chunk_bytes),
-            format!("--order={order}"),
+            format!("--order={}", self.order.name()),
             format!("--averaging={averaging}"),
-            format!("--on-nonfinite={on_nonfinite}"),
+            format!("--on-nonfinite={}", self.on_nonfinite.name()),
         ];
         args.extend(self.min_clients.map(|least| format!("--min-clients={least}")));
         let seconds = self.round_deadline.map(|deadline| deadline.as_secs_f64());

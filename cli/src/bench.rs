@@ -64,7 +64,7 @@ enum Against {
     /// Plain sockets with the `write` sender, that throw the bytes away
     Raw,
     /// Receive everything first and average after
-    Staged,
+    Spool,
     /// The same, sent with the `write` path
     Write,
     /// The same without --tls
@@ -117,9 +117,9 @@ impl Against {
                 setup.paths.receive_path = Default::default();
                 ("raw".into(), setup, Kind::Raw)
             }
-            Against::Staged => {
-                setup.averager.averaging = crate::args::AveragingArg::Staged;
-                ("staged".into(), setup, Kind::Round)
+            Against::Spool => {
+                setup.averager.averaging = crate::args::AveragingArg::Spool;
+                ("spool".into(), setup, Kind::Round)
             }
             Against::Plain => {
                 setup.tls = false;

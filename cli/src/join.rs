@@ -169,13 +169,11 @@ impl Join {
             match client.next_task()? {
                 Task::Upload { round } => {
                     rounds = round;
-                    if !self.upload(client, round, staged.as_ref())? {
+                    if let Some(why) = self.upload(client, round, staged.as_ref())? {
                         output.event(
                             "left_out",
-                            json!({ "round": round }),
-                            &format!(
-                                "round {round}: this update is not in the mean: it came too late or was rejected; the aggregator says which"
-                            ),
+                            json!({ "round": round, "why": why }),
+                            &format!("round {round}: this update is not in the mean: {why}"),
                         );
                     }
                 }
@@ -267,7 +265,7 @@ impl Join {
         client: &mut Client,
         round: u32,
         staged: Option<&Staged>,
-    ) -> anyhow::Result<bool> {
+    ) -> anyhow::Result<Option<String>> {
         if let Some(command) = &self.train {
             self.run_training(command, round, || client.check())?;
         }

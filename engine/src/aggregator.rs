@@ -57,7 +57,7 @@ pub enum Averaging {
     Wave,
     /// Received whole, every client's into a region of its own, and averaged after: for norms, for
     /// [`OnLoss::Spool`], and as the baseline that streaming is measured against.
-    Staged,
+    Spool,
     /// Received whole, every client's into a region of its own, and handed over; there is no mean.
     Keep,
     /// Checked and dropped; there is no mean. For benchmarks.
@@ -342,7 +342,7 @@ impl AggregatorConfig {
         };
         if let (Some(why), Averaging::Streaming) = (why, self.averaging) {
             tracing::info!("updates are received whole before they are averaged: {why}");
-            self.averaging = Averaging::Staged;
+            self.averaging = Averaging::Spool;
         }
         self
     }
@@ -548,7 +548,7 @@ struct Sizes {
     /// Absent where the mean takes the place of the sums.
     model: Option<u64>,
     /// One for each client, where updates are received whole before they are averaged.
-    staged: Vec<u64>,
+    spool: Vec<u64>,
 }
 
 impl Sizes {
@@ -560,7 +560,7 @@ impl Sizes {
     ) -> Sizes {
         let model_bytes = manifest.data_bytes();
         let copies = match averaging {
-            Averaging::Staged | Averaging::Keep => config.clients,
+            Averaging::Spool | Averaging::Keep => config.clients,
             _ => 0,
         };
         // Chunk after chunk from every client, sums never leave their tile, unless they are kept.
@@ -572,12 +572,12 @@ impl Sizes {
         Sizes {
             accumulator: layout.filter(holds_sums).map(AccumulatorLayout::bytes),
             model: layout.filter(|layout| !wave && !layout.is_in_place()).map(|_| model_bytes),
-            staged: vec![model_bytes; copies],
+            spool: vec![model_bytes; copies],
         }
     }
 
     fn all(&self) -> impl Iterator<Item = u64> {
-        self.accumulator.into_iter().chain(self.model).chain(self.staged.iter().copied())
+        self.accumulator.into_iter().chain(self.model).chain(self.spool.iter().copied())
     }
 }
 

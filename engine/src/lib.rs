@@ -21,6 +21,7 @@ pub mod limits;
 pub mod link;
 pub mod manifest;
 pub mod meter;
+pub mod named;
 pub mod paths;
 pub mod pool;
 pub mod probe;

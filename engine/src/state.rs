@@ -107,7 +107,7 @@ pub struct RegionNames {
     /// The new model, unless it takes the place of the sums.
     pub model: Option<String>,
     /// One for each client, where updates are received whole.
-    pub staged: Vec<String>,
+    pub spool: Vec<String>,
 }
 
 impl Record {
@@ -152,9 +152,9 @@ impl Record {
             Stage::Between => true,
             Stage::Averaged { counted } => counted.len() == clients && self.model.is_some(),
             Stage::Uploading { absent, lost, regions } => {
-                let staged = regions.staged.len();
+                let spool = regions.spool.len();
                 let each = absent.len() == clients && lost.len() == clients;
-                each && (staged == 0 || staged == clients) && self.round > 0
+                each && (spool == 0 || spool == clients) && self.round > 0
             }
         };
         match fits && (1..=limits::MAX_CLIENTS).contains(&clients) {
@@ -170,7 +170,7 @@ impl Record {
         };
         let of_round = of_round.into_iter().flat_map(|regions| {
             let some = [&regions.accumulator, &regions.model].into_iter().flatten();
-            some.chain(&regions.staged).chain([&regions.ledger])
+            some.chain(&regions.spool).chain([&regions.ledger])
         });
         of_round.chain(self.model.iter().map(|model| &model.region)).map(String::as_str)
     }

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use crate::error::ReducerError;
 use crate::limits::MIN_CLIP_FACTOR;
 use crate::manifest::{ChunkTable, Manifest};
+use crate::named::Named;
 use crate::reducer::{Found, clip_factor};
 
 /// What happens to an update with elements that are NaN or infinite.
@@ -20,6 +21,18 @@ pub enum OnNonfinite {
     Zero,
     /// It counts as it is: those elements of the mean are NaN or infinite too.
     Keep,
+}
+
+impl Named for OnNonfinite {
+    const VALUES: &'static [(OnNonfinite, &'static str, &'static str)] = &[
+        (OnNonfinite::Reject, "reject", "It is left out whole: the mean is that of the others"),
+        (OnNonfinite::Zero, "zero", "Those elements count as zero"),
+        (
+            OnNonfinite::Keep,
+            "keep",
+            "It counts as it is: those elements of the mean are NaN or infinite too",
+        ),
+    ];
 }
 
 /// What is done with bad updates.

@@ -33,7 +33,7 @@ fn aggregator(socket: TcpStream, secret: Secret) -> Result<(), ControlError> {
     assert_eq!(place, secret.place());
     let heard = channel.reader.read::<ClientMessage>(MAX_FRAME_BYTES)?;
     assert_eq!(heard, ClientMessage::Uploading { round: 3 });
-    channel.writer.send(&AggregatorMessage::Applied { round: 3, counted: true })
+    channel.writer.send(&AggregatorMessage::Applied { round: 3, left_out: None })
 }
 
 /// The client's end.
@@ -41,7 +41,7 @@ fn client(socket: TcpStream, secret: Secret) -> Result<(), ControlError> {
     let mut channel = ControlChannel::open(Link::plain(socket), &secret, PATIENCE)?;
     channel.writer.send(&ClientMessage::Uploading { round: 3 })?;
     let heard = channel.reader.read::<AggregatorMessage>(MAX_FRAME_BYTES)?;
-    assert_eq!(heard, AggregatorMessage::Applied { round: 3, counted: true });
+    assert_eq!(heard, AggregatorMessage::Applied { round: 3, left_out: None });
     Ok(())
 }
 

@@ -39,7 +39,7 @@ fn stages() -> [Stage; 3] {
         ledger: "region-0".into(),
         accumulator: Some("region-1".into()),
         model: None,
-        staged: vec![],
+        spool: vec![],
     };
     [
         Stage::Between,

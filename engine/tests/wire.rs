@@ -479,7 +479,7 @@ fn aggregator_messages() -> impl Strategy<Value = AggregatorMessage> {
         (any::<u32>(), vec(any::<[u8; 8]>(), 0..200))
             .prop_map(|(first, sums)| Sums { first, sums }),
         any::<u32>().prop_map(|round| Upload { round }),
-        any::<(u32, bool)>().prop_map(|(round, counted)| Applied { round, counted }),
+        any::<(u32, Option<String>)>().prop_map(|(round, left_out)| Applied { round, left_out }),
         (any::<u32>(), chunks()).prop_map(|(stream, chunks)| Want { stream, chunks }),
         (any::<u32>(), chunks()).prop_map(|(stream, chunks)| Prove { stream, chunks }),
         Just(Done),

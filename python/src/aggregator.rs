@@ -10,6 +10,7 @@ use fedlane::error::AggregatorError;
 use fedlane::lane::receive::Order;
 use fedlane::limits;
 use fedlane::manifest::Manifest;
+use fedlane::named::Named;
 use fedlane::verdict::{OnNonfinite, Rejection, UpdatePolicy, UpdateReport, Verdict};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -259,33 +260,9 @@ impl Aggregator {
         tls_client_ca: Option<PathBuf>,
         allow: Option<Vec<String>>,
     ) -> PyResult<Aggregator> {
-        let order = match order {
-            "arrival" => Order::Arrival,
-            "client" => Order::Client,
-            other => {
-                let text = format!("order is \"arrival\" or \"client\", not {other:?}");
-                return Err(PyValueError::new_err(text));
-            }
-        };
-        let on_nonfinite = match on_nonfinite {
-            "reject" => OnNonfinite::Reject,
-            "zero" => OnNonfinite::Zero,
-            "keep" => OnNonfinite::Keep,
-            other => {
-                let text =
-                    format!("on_nonfinite is \"reject\", \"zero\" or \"keep\", not {other:?}");
-                return Err(PyValueError::new_err(text));
-            }
-        };
-        let on_loss = match on_loss {
-            "redo" => OnLoss::Redo,
-            "spool" => OnLoss::Spool,
-            "auto" => OnLoss::Auto,
-            other => {
-                let text = format!("on_loss is \"redo\", \"spool\" or \"auto\", not {other:?}");
-                return Err(PyValueError::new_err(text));
-            }
-        };
+        let order: Order = by_name("order", order)?;
+        let on_nonfinite: OnNonfinite = by_name("on_nonfinite", on_nonfinite)?;
+        let on_loss: OnLoss = by_name("on_loss", on_loss)?;
         let deadline = Duration::from_millis(deadline_ms);
         let round_deadline =
             round_deadline.map(|value| seconds("round_deadline", value)).transpose()?;
@@ -485,6 +462,16 @@ impl Aggregator {
         self.end(py, &reason);
         finished
     }
+}
+
+/// One of the values of a setting.
+fn by_name<T: Named>(what: &str, name: &str) -> PyResult<T> {
+    T::named(name).ok_or_else(|| {
+        let mut names =
+            T::VALUES.iter().map(|(_, name, _)| format!("\"{name}\"")).collect::<Vec<_>>();
+        let last = names.pop().unwrap_or_default();
+        PyValueError::new_err(format!("{what} is {} or {last}, not {name:?}", names.join(", ")))
+    })
 }
 
 fn seconds(what: &str, value: f64) -> PyResult<Duration> {

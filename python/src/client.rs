@@ -58,6 +58,7 @@ pub struct Client {
     canceller: Canceller,
     progress: Option<Py<PyAny>>,
     state: Mutex<State>,
+    left_out: Mutex<Option<String>>,
     model: Mutex<Option<Py<Region>>>,
 }
 
@@ -211,6 +212,7 @@ impl Client {
             canceller,
             progress,
             state: Mutex::new(State::Idle(engine)),
+            left_out: Mutex::default(),
             model: Mutex::new(Some(model)),
         })
     }
@@ -235,8 +237,14 @@ impl Client {
         self.rounds
     }
 
+    /// Why the update of the newest round is not in the mean, as the aggregator says; None if it is.
+    #[getter]
+    fn left_out(&self) -> Option<String> {
+        self.left_out.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Send the update of this round, and wait until the round is over. Returns whether the update is in
-    /// the mean: False if it came too late.
+    /// the mean: False if it came too late or was rejected; `left_out` says which.
     ///
     /// `update` is a Region of the layout joined with, `client.model` if it is not given. Its views
     /// are read-only meanwhile.
@@ -263,7 +271,7 @@ impl Client {
             }
         };
         let (memory, manifest) = (region.memory().clone(), self.manifest.clone());
-        let (engine, counted) = region.while_frozen(py, || {
+        let (engine, left_out) = region.while_frozen(py, || {
             self.call(py, engine, Some("upload"), move |engine| {
                 let threads = std::thread::available_parallelism().map_or(1, usize::from);
                 let source = RegionSource::seal(&manifest, &memory, engine.chunks(), threads);
@@ -271,6 +279,8 @@ impl Client {
             })
         })?;
         self.put_back(State::Idle(engine));
+        let counted = left_out.is_none();
+        *self.left_out.lock().unwrap_or_else(PoisonError::into_inner) = left_out;
         Ok(counted)
     }
 

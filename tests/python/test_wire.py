@@ -222,7 +222,9 @@ def test_rounds(name, number):
 
 
 def test_applied():
-    assert read("aggregator-message-4-applied", "varint", "flag") == [300, True]
+    assert read("aggregator-message-4-applied", "varint", "flag") == [300, False]
+    fields = read("aggregator-message-4-applied-without", "varint", "flag", "text")
+    assert fields == [300, True, "it was late"]
 
 
 @pytest.mark.parametrize("name", ["client-message-7-want", "aggregator-message-8-want"])

@@ -66,11 +66,11 @@ static TARGETS: &[Target] = &[
         goal: Goal::AtLeast(1.0),
     },
     Target {
-        name: "staged",
+        name: "spool",
         what: "Gbit/s of averaging while receiving, against receiving everything first and averaging after",
         sides: &[
             ("round", Kind::Round, "--clients=3"),
-            ("staged", Kind::Round, "--clients=3 --averaging=staged"),
+            ("spool", Kind::Round, "--clients=3 --averaging=spool"),
         ],
         figure: |sides| sides[0].goodput_gbit_s / sides[1].goodput_gbit_s,
         goal: Goal::AtLeast(1.5),
@@ -81,7 +81,7 @@ static TARGETS: &[Target] = &[
         sides: &[
             ("round", Kind::Round, "--clients=3"),
             ("raw", Kind::Raw, "--clients=3 --send-path=sendfile"),
-            ("staged", Kind::Round, "--clients=3 --averaging=staged"),
+            ("spool", Kind::Round, "--clients=3 --averaging=spool"),
         ],
         figure: |sides| {
             sides[0].receiver_cpu_s_per_gb

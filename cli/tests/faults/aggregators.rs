@@ -248,7 +248,7 @@ fn an_aggregator_that_is_done_before_it_has_begun() {
 #[test]
 fn an_aggregator_that_has_averaged_what_it_never_asked_for() {
     let act = |fake: &mut FakeAggregator| {
-        fake.say(&AggregatorMessage::Applied { round: 1, counted: true })
+        fake.say(&AggregatorMessage::Applied { round: 1, left_out: None })
     };
     fake_session(act, &["a message when none was due"]);
 }

@@ -8,7 +8,7 @@ use super::hostile::{HostileClient, MODEL_BYTES, model};
 use super::session::{DEADLINE_MS, SOON, Session};
 use fedlane::manifest::{Dtype, synthetic};
 use fedlane::wire::hello::Secret;
-use fedlane::wire::message::ClientMessage;
+use fedlane::wire::message::{AggregatorMessage, ClientMessage};
 
 /// A client "bad" does `act`; the session must end and say `words` about it.
 fn hostile(act: impl FnOnce(&mut HostileClient), words: &[&str]) {
@@ -171,6 +171,68 @@ fn a_client_that_received_something_else() {
     // The mean was whole and is already where it belongs; only "bad" has not got it.
     session.serve.fails(SOON, &["client \"bad\" (127.0.0.1:", "another digest"]);
     session.honest.fails(SOON, &[&session.address, "client \"bad\" (127.0.0.1:"]);
+}
+
+/// A client that has sent a NaN of its update does `act`; the session goes on without it.
+fn spoilt(act: impl Fn(&mut HostileClient)) {
+    for order in ["--order=client", "--order=arrival"] {
+        let args = ["--clients=2", "--streams=2", "--min-clients=1", order];
+        let session = Session::start_with(&args, MODEL_BYTES, DEADLINE_MS);
+        let mut bad = HostileClient::join(&session.address, "bad", &model());
+        bad.await_upload();
+        bad.spoil();
+        bad.announce_upload();
+        let bytes = bad.bytes(0);
+        bad.streams[0].write_all(&bytes[..128 << 10]).unwrap();
+        session.serve.await_word("the round goes on with 1 clients");
+        act(&mut bad);
+        session.serve.succeeds(SOON);
+        session.honest.succeeds(SOON);
+    }
+}
+
+#[test]
+fn a_client_that_is_rejected_and_stays() {
+    spoilt(|bad| {
+        let bytes = bad.bytes(0);
+        bad.streams[0].write_all(&bytes[128 << 10..]).unwrap();
+        let others = bad.bytes(1);
+        bad.streams[1].write_all(&others).unwrap();
+        match bad.next().unwrap() {
+            AggregatorMessage::Applied { round: 1, left_out: Some(why) } => {
+                assert!(why.contains("element 0 of tensor"), "{why}");
+            }
+            other => panic!("{other:?}"),
+        }
+        bad.take_model();
+    });
+}
+
+#[test]
+fn a_client_that_is_rejected_and_stands_still() {
+    spoilt(|_| {});
+}
+
+#[test]
+fn a_client_that_is_rejected_and_closes_a_data_connection() {
+    spoilt(|bad| bad.streams[1].shutdown(Shutdown::Both).unwrap());
+}
+
+#[test]
+fn a_client_that_is_rejected_and_leaves() {
+    spoilt(|bad| bad.control.shutdown(Shutdown::Both).unwrap());
+}
+
+#[test]
+fn a_client_that_is_rejected_and_sends_too_much() {
+    spoilt(|bad| {
+        for stream in [0, 1] {
+            let bytes = [bad.bytes(stream), vec![0; 256 << 10]].concat();
+            // It may be hung up on before all is sent.
+            let _ =
+                bad.streams[stream].write_all(&bytes[if stream == 0 { 128 << 10 } else { 0 }..]);
+        }
+    });
 }
 
 #[test]

@@ -168,8 +168,7 @@ impl Broadcasting<'_> {
         // A process that began again has asked nothing.
         let asks = self.members.peers[peer].up().is_some_and(|up| !up.doubted);
         if let Some(&counted) = self.broadcast.counted.get(peer).filter(|_| asks) {
-            let round = self.broadcast.round;
-            self.members.tell(peer, &AggregatorMessage::Applied { round, counted });
+            self.members.tell_of_round(peer, self.broadcast.round, counted);
         }
     }
 

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::gather::accumulator_layout;
 use super::members::{Link, Members, Peer};
-use super::round::{Begun, Regions};
+use super::round::{Begun, LEFT_OUT_BEFORE, Regions};
 use super::{
     Admission, Aggregator, AggregatorConfig, Averaging, Lanes, Model, PeerShared, Session, Sizes,
 };
@@ -16,6 +16,7 @@ use crate::error::{AggregatorError, Fault, SinkError, StateError};
 use crate::ledger::{self, LaneLedger, Stream};
 use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::Meter;
+use crate::named::Named;
 use crate::pool::RegionPool;
 use crate::region::Region;
 use crate::state::{ClientRecord, ModelRecord, Record, RegionNames, Stage, StateDir};
@@ -61,8 +62,8 @@ fn settings(config: &AggregatorConfig) -> Vec<(String, String)> {
         ("--rounds", config.rounds.to_string()),
         ("--streams", config.streams.to_string()),
         ("--chunk-bytes", config.chunk_bytes.to_string()),
-        ("--order", format!("{:?}", config.order).to_lowercase()),
-        ("--on-nonfinite", format!("{:?}", config.updates.on_nonfinite).to_lowercase()),
+        ("--order", config.order.name().to_owned()),
+        ("--on-nonfinite", config.updates.on_nonfinite.name().to_owned()),
         ("--clip-norm", clip_norm),
     ];
     all.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
@@ -78,7 +79,7 @@ pub(super) fn open(
     path: &Path,
     config: &AggregatorConfig,
 ) -> Result<(Arc<StateDir>, Option<Record>), StateError> {
-    if !matches!(config.averaging, Averaging::Streaming | Averaging::Staged) {
+    if !matches!(config.averaging, Averaging::Streaming | Averaging::Spool) {
         return Err(StateError::NoMean);
     }
     let (directory, record) = StateDir::open(path)?;
@@ -122,7 +123,7 @@ impl Kept {
             ledger: regions.ledger.as_ref().map(name).unwrap_or_default(),
             accumulator: regions.accumulator.as_ref().map(name),
             model: regions.model.as_ref().map(name),
-            staged: regions.staged.iter().map(name).collect(),
+            spool: regions.spool.iter().map(name).collect(),
         };
         self.record.round = round;
         self.record.model = self.record.model.take().filter(|_| needs_model);
@@ -230,6 +231,8 @@ impl Aggregator {
         match record.stage {
             Stage::Between => {}
             Stage::Averaged { counted } => {
+                let all = session.members.peers.iter_mut();
+                all.for_each(|peer| peer.left_out = LEFT_OUT_BEFORE.into());
                 session.counted = counted;
                 session.unsent = true;
             }
@@ -297,9 +300,9 @@ impl Kept {
             self.ledger = Some(made);
             return Ok(());
         };
-        let averaging = match regions.staged.is_empty() {
+        let averaging = match regions.spool.is_empty() {
             true => Averaging::Streaming,
-            false => Averaging::Staged,
+            false => Averaging::Spool,
         };
         let sizes = Sizes::new(config, averaging, manifest, lanes.layout.as_ref());
         let open = |name: &Option<String>, bytes: Option<u64>| match (name, bytes) {
@@ -307,12 +310,12 @@ impl Kept {
             (None, None) => Ok(None),
             _ => Err(self.damaged("its regions are not those of its model")),
         };
-        let each = regions.staged.iter().zip(&sizes.staged);
+        let each = regions.spool.iter().zip(&sizes.spool);
         let each = each.map(|(name, &bytes)| self.directory.open_region(name, bytes));
         let regions = Regions {
             accumulator: open(&regions.accumulator, sizes.accumulator)?,
             model: open(&regions.model, sizes.model)?,
-            staged: each.collect::<Result<_, _>>()?,
+            spool: each.collect::<Result<_, _>>()?,
             ledger: Some(self.directory.open_region(&regions.ledger, ledger_bytes)?),
         };
         let (absent, lost) = (absent.clone(), lost.clone());

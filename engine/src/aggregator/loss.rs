@@ -9,6 +9,7 @@ use std::time::Instant;
 
 use crate::error::ReducerError;
 use crate::manifest::Dtype;
+use crate::named::Named;
 use crate::reducer::{Weights, accumulate};
 
 /// What is done about clients that are lost in mid-upload.
@@ -21,6 +22,22 @@ pub enum OnLoss {
     /// For each round what has been the cheaper one so far.
     #[default]
     Auto,
+}
+
+impl Named for OnLoss {
+    const VALUES: &'static [(OnLoss, &'static str, &'static str)] = &[
+        (
+            OnLoss::Redo,
+            "redo",
+            "Updates are averaged while they arrive; others send again what was mixed with the lost one's",
+        ),
+        (
+            OnLoss::Spool,
+            "spool",
+            "Updates are kept apart until they are whole: in memory, or on the disk of --state",
+        ),
+        (OnLoss::Auto, "auto", "For each round what has been cheaper so far; the log says why"),
+    ];
 }
 
 /// What the rounds so far have taught.

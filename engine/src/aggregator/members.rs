@@ -277,6 +277,12 @@ impl Members {
         }
     }
 
+    /// Tells a client that the round is over, and why its update is not in the mean, if it is not.
+    pub fn tell_of_round(&self, peer: usize, round: u32, counted: bool) {
+        let left_out = (!counted).then(|| printable(&self.peers[peer].left_out));
+        self.tell(peer, &AggregatorMessage::Applied { round, left_out });
+    }
+
     /// The connection of a client breaks now, for this reason, if it is `connection`. What that comes
     /// to is the next notice.
     pub fn drop_connection(&mut self, peer: usize, connection: ConnectionId, fault: Fault) {

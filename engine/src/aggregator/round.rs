@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 
 use super::broadcast::Broadcast;
 use super::keep::{Kept, lane_ledgers};
-use super::loss::Prospect;
+use super::loss::{OnLoss, Prospect};
 use super::members::Peer;
 use super::upload::{Base, UploadClock};
 use super::{Averaging, Lanes, Model, Session, Sizes};
@@ -14,6 +14,7 @@ use crate::error::{AggregatorError, Fault, LaneError, SinkError};
 use crate::lane::start_lane;
 use crate::manifest::Manifest;
 use crate::meter::{Meter, Phase};
+use crate::named::Named;
 use crate::paths::SendKind;
 use crate::reducer::{AccumulatorLayout, ClipBase, Norm, Weights, clean, inspect};
 use crate::region::Region;
@@ -26,7 +27,9 @@ use crate::source::region::RegionSource;
 use crate::state::ModelRecord;
 use crate::verdict::{Findings, OnNonfinite, Place, Rejection, UpdateReport, Verdict};
 use crate::wire::checksum::model_digest;
-use crate::wire::message::AggregatorMessage;
+
+/// Of a client that an earlier process has left out of the round.
+pub(super) const LEFT_OUT_BEFORE: &str = "it was left out before the aggregator was started again";
 
 impl Session {
     /// Makes `source` the model and sends it to every client, before the first round.
@@ -138,8 +141,8 @@ impl Session {
     /// # Errors
     /// Too few clients left: the error names the one that was lost last. The session ends for all.
     pub fn round(&mut self) -> Result<(), AggregatorError> {
-        let staged = self.run_round()?;
-        staged.into_iter().for_each(|region| self.pool.give_back(region));
+        let spool = self.run_round()?;
+        spool.into_iter().for_each(|region| self.pool.give_back(region));
         Ok(())
     }
 
@@ -209,15 +212,15 @@ impl Session {
             let peers = 0..self.members.peers.len();
             self.updates = peers.filter_map(|index| self.rejected_early(index)).collect();
         }
-        let (model, staged) = self.end_on_error(received)?;
+        let (model, spool) = self.end_on_error(received)?;
         self.model = model;
         let kept = self.keep_model();
         self.end_on_error(kept)?;
         base.and_then(Arc::into_inner).into_iter().for_each(|region| self.pool.give_back(region));
         for (peer, &counted) in self.counted.iter().enumerate() {
-            self.members.tell(peer, &AggregatorMessage::Applied { round, counted });
+            self.members.tell_of_round(peer, round, counted);
         }
-        Ok(staged)
+        Ok(spool)
     }
 
     /// A process that begins again shall find the mean.
@@ -267,9 +270,12 @@ impl Session {
         self.averaging = averaging;
         let has_mean = self.lanes.layout.is_some();
         let mut sums = vec![0; if has_mean { self.lanes.chunks.len() } else { 0 }];
-        for peer in &mut self.members.peers {
+        for (index, peer) in self.members.peers.iter_mut().enumerate() {
             peer.shared.start_round(round, self.ready);
             peer.begin_round();
+            if lost[index] && !absent[index] {
+                peer.left_out = LEFT_OUT_BEFORE.into();
+            }
         }
         let mut ledger = regions.ledger.take();
         let expected = lost.iter().filter(|&&lost| !lost).count();
@@ -282,11 +288,11 @@ impl Session {
         let (wait, upload) = clock.stop(self.manifest().data_bytes() * whole);
         self.learn(expected, &upload);
         let factors = match averaging {
-            Averaging::Streaming | Averaging::Staged => self.judge()?,
+            Averaging::Streaming | Averaging::Spool => self.judge()?,
             _ => Vec::new(),
         };
         self.phases.extend([wait, upload.received_by(self.config.receive_path)]);
-        if averaging == Averaging::Staged {
+        if averaging == Averaging::Spool {
             let meter = Meter::start("average", round);
             self.average(&mut regions, &mut sums, &factors, base)?;
             let updates = self.counted.iter().filter(|&&counted| counted).count() as u64;
@@ -294,10 +300,10 @@ impl Session {
             self.experience.average_bytes_s = phase.bytes as f64 / phase.seconds.max(1e-9);
             self.phases.push(phase);
         }
-        let Regions { mut accumulator, model, staged, .. } = regions;
+        let Regions { mut accumulator, model, spool, .. } = regions;
         let region = model.or_else(|| accumulator.take());
         accumulator.into_iter().for_each(|region| self.pool.give_back(region));
-        Ok((region.map(|region| Model { region: Arc::new(region), sums }), staged))
+        Ok((region.map(|region| Model { region: Arc::new(region), sums }), spool))
     }
 
     /// Begins a round, or goes on with the one that an earlier process began.
@@ -327,12 +333,12 @@ impl Session {
             free_bytes: self.pool.available_bytes().saturating_add(self.pool.free_bytes()),
         };
         let choice = self.experience.choose(self.config.on_loss, round);
-        let way = if choice.spools { "spool" } else { "redo" };
+        let way = if choice.spools { OnLoss::Spool } else { OnLoss::Redo }.name();
         tracing::info!("round {}: on a loss {way}: {}", self.round, choice.why);
         if choice.spools {
-            return Ok(Averaging::Staged);
+            return Ok(Averaging::Spool);
         }
-        if self.averaging == Averaging::Staged {
+        if self.averaging == Averaging::Spool {
             // Others can use what the updates took.
             self.pool.trim();
         }
@@ -380,8 +386,8 @@ impl Session {
                 let sinks = sinks.into_iter().map(|sink| sink.noting(ledgers.next())).collect();
                 upload.run(lanes, people, sinks, lost, seen, clock)
             }
-            Averaging::Staged => {
-                let sinks = lanes.region_sinks(&mut regions.staged).into_iter();
+            Averaging::Spool => {
+                let sinks = lanes.region_sinks(&mut regions.spool).into_iter();
                 let sinks = sinks.map(|sink| sink.noting(ledgers.next())).collect();
                 upload.run(lanes, people, sinks, lost, seen, clock)
             }
@@ -391,11 +397,11 @@ impl Session {
                 regions.accumulator = Some(accumulator);
                 let sinks = lanes.mean_sinks(&weights, &lost, regions, sums, Some(wave))?;
                 let counted = upload.run(lanes, people, sinks, lost, Base::Unseen, clock)?;
-                regions.staged = regions.accumulator.take().into_iter().collect();
+                regions.spool = regions.accumulator.take().into_iter().collect();
                 Ok(counted)
             }
             Averaging::Keep => {
-                let sinks = lanes.region_sinks(&mut regions.staged);
+                let sinks = lanes.region_sinks(&mut regions.spool);
                 upload.run(lanes, people, sinks, lost, Base::Unseen, clock)
             }
             Averaging::Checksum | Averaging::Discard => {
@@ -460,7 +466,7 @@ impl Session {
     }
 
     /// Makes zero what is not finite in updates that were received whole.
-    fn clean(&self, staged: &mut [Region]) -> Result<(), AggregatorError> {
+    fn clean(&self, spool: &mut [Region]) -> Result<(), AggregatorError> {
         let zeroed = self
             .updates
             .iter()
@@ -470,13 +476,13 @@ impl Session {
             let Some(index) = self.members.peers.iter().position(of) else { continue };
             for chunk in (0..self.lanes.chunks.len()).map(|index| self.lanes.chunks.get(index)) {
                 let place = chunk.bytes.start as usize..chunk.bytes.end as usize;
-                clean(chunk.dtype, &mut staged[index].bytes_mut().0[place])?;
+                clean(chunk.dtype, &mut spool[index].bytes_mut().0[place])?;
             }
         }
         Ok(())
     }
 
-    /// Averages what was staged, one update after the other, as is usual. `base` is the model that
+    /// Averages what was spooled, one update after the other, as is usual. `base` is the model that
     /// clipped updates are changes of.
     fn average(
         &mut self,
@@ -485,8 +491,8 @@ impl Session {
         factors: &[f64],
         base: Option<&[u8]>,
     ) -> Result<(), AggregatorError> {
-        let mut staged = std::mem::take(&mut regions.staged);
-        self.clean(&mut staged)?;
+        let mut spool = std::mem::take(&mut regions.spool);
+        self.clean(&mut spool)?;
         let mut lost: Vec<bool> = self.counted.iter().map(|counted| !counted).collect();
         let clip_base = if base.is_some() { ClipBase::Model } else { ClipBase::Zero };
         let weights = Weights::clipped(&self.members.examples(&lost), factors, clip_base)?;
@@ -497,7 +503,7 @@ impl Session {
         let Lanes { chunks, ranges, .. } = &self.lanes;
         let sinks = self.lanes.mean_sinks(&weights, &lost, regions, sums, None)?;
         let work = |mut sink: MeanSink<'_>, range: Range<usize>| {
-            let updates = staged.iter().map(|region| region.bytes()).chain(model);
+            let updates = spool.iter().map(|region| region.bytes()).chain(model);
             let counted = updates.enumerate().filter(|(peer, _)| !lost[*peer]);
             for (peer, update) in counted {
                 for chunk in range.clone().map(|index| chunks.get(index)) {
@@ -518,7 +524,7 @@ impl Session {
                 start_lane(scope, || work(sink, range.clone()), report);
             }
         });
-        regions.staged = staged;
+        regions.spool = spool;
         Ok(results.iter().take(running).collect::<Result<(), LaneError>>()?)
     }
 
@@ -529,7 +535,7 @@ impl Session {
         Ok(Regions {
             accumulator: sizes.accumulator.map(take).transpose()?,
             model: sizes.model.map(take).transpose()?,
-            staged: sizes.staged.into_iter().map(take).collect::<Result<_, _>>()?,
+            spool: sizes.spool.into_iter().map(take).collect::<Result<_, _>>()?,
             ledger: self.kept.as_mut().and_then(|kept| kept.ledger.take()),
         })
     }
@@ -593,7 +599,7 @@ pub(super) struct Begun {
 pub(super) struct Regions {
     pub accumulator: Option<Region>,
     pub model: Option<Region>,
-    pub staged: Vec<Region>,
+    pub spool: Vec<Region>,
     /// Where the session is kept: what has come from whom.
     pub ledger: Option<Region>,
 }
@@ -646,9 +652,9 @@ impl Lanes {
         Ok(sinks)
     }
 
-    fn region_sinks<'s>(&'s self, staged: &'s mut [Region]) -> Vec<RegionSink<'s>> {
+    fn region_sinks<'s>(&'s self, spool: &'s mut [Region]) -> Vec<RegionSink<'s>> {
         let mut per_lane: Vec<Vec<Part<'_>>> = self.ranges.iter().map(|_| Vec::new()).collect();
-        for region in staged {
+        for region in spool {
             let position = region.position();
             let (mut rest, file) = region.bytes_mut();
             for (lane, parts) in self.ranges.iter().zip(&mut per_lane) {

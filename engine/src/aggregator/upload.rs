@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::keep::Kept;
 use super::members::{Link, Members, Notice, unexpected};
 use super::{Event, Lanes, PeerShared};
-use crate::error::{AggregatorError, Fault, LaneError, TransferError};
+use crate::error::{AggregatorError, Fault, LaneError};
 use crate::lane::receive::{
     Incoming, Inspection, Order, ReceiveOrder, ReceiveReport, Receiving, Shared, receive,
 };
@@ -131,6 +131,7 @@ impl Upload {
                 clock,
                 whole: vec![vec![false; shared.len()]; running],
                 losses: vec![lost.iter().filter(|&&lost| lost).count(); running],
+                rejected: vec![false; shared.len()],
                 lost,
                 running,
             };
@@ -152,6 +153,8 @@ struct Uploading<'a> {
     /// Of each lane: how many clients it was told are lost.
     losses: Vec<usize>,
     lost: Vec<bool>,
+    /// Of those who are lost: who stays, so that what was asked of it is still to come.
+    rejected: Vec<bool>,
     /// Lanes.
     running: usize,
 }
@@ -187,9 +190,13 @@ impl Uploading<'_> {
         Ok(())
     }
 
-    /// Whether the update of everyone who is not lost is here.
+    /// Whether nothing more is to come.
     fn is_over(&self) -> bool {
-        (0..self.lost.len()).all(|peer| self.lost[peer] || self.is_whole(peer))
+        (0..self.lost.len()).all(|peer| !self.owes(peer))
+    }
+
+    fn owes(&self, peer: usize) -> bool {
+        (!self.lost[peer] || self.rejected[peer]) && !self.is_whole(peer)
     }
 
     fn is_whole(&self, peer: usize) -> bool {
@@ -266,9 +273,14 @@ impl Uploading<'_> {
                 Ok(())
             }
             ReceiveReport::Broken { peer, connection, error } => {
-                let fault = self.name_fault(error);
-                self.members.drop_connection(peer, connection, fault);
+                self.members.drop_connection(peer, connection, error.into());
                 Ok(())
+            }
+            // Another lane may have said so before.
+            ReceiveReport::Nonfinite { peer, .. } if self.lost[peer] => Ok(()),
+            ReceiveReport::Nonfinite { peer, chunk, index } => {
+                self.rejected[peer] = true;
+                self.take_out(peer, self.name_element(chunk, index))
             }
             ReceiveReport::Want { peer, connection, chunks } => {
                 self.whole[lane][peer] = false;
@@ -298,8 +310,7 @@ impl Uploading<'_> {
     }
 
     /// Lanes know chunks; people know tensors.
-    fn name_fault(&self, error: TransferError) -> Fault {
-        let TransferError::Nonfinite { chunk, index } = error else { return error.into() };
+    fn name_element(&self, chunk: usize, index: u64) -> Fault {
         let chunk = self.chunks.get(chunk);
         let element_bytes = chunk.dtype.bitsize() as u64 / 8;
         let byte = chunk.bytes.start + index * element_bytes;
@@ -336,6 +347,11 @@ impl Uploading<'_> {
             );
             return Ok(());
         }
+        self.take_out(peer, fault)
+    }
+
+    /// Leaves a client out of the round.
+    fn take_out(&mut self, peer: usize, fault: Fault) -> Result<(), AggregatorError> {
         let mut lost = vec![(peer, fault.to_string())];
         // What others are asked for again, those who are gone cannot send.
         for (other, member) in self.members.peers.iter().enumerate() {
@@ -363,7 +379,10 @@ impl Uploading<'_> {
             // Before anything of it is taken out: it must not come in again.
             self.kept.as_mut().map_or(Ok(()), |kept| kept.leave_out(peer))?;
             self.losses.iter_mut().for_each(|losses| *losses += 1);
-            self.order(|| ReceiveOrder::Lose { peer });
+            self.order(|| match self.rejected[peer] {
+                true => ReceiveOrder::Reject { peer },
+                false => ReceiveOrder::Lose { peer },
+            });
         }
         self.whole.iter_mut().for_each(|whole| whole.fill(false));
         Ok(())
@@ -384,8 +403,7 @@ impl Uploading<'_> {
     ) -> Result<Option<Instant>, AggregatorError> {
         let deadline = self.upload.round_deadline.unwrap_or_default();
         let seconds = deadline.as_secs_f64();
-        let is_late = |peer: &usize| !self.lost[*peer] && !self.is_whole(*peer);
-        let mut late: Vec<usize> = (0..self.lost.len()).filter(is_late).collect();
+        let mut late: Vec<usize> = (0..self.lost.len()).filter(|&peer| self.owes(peer)).collect();
         let takes_turns = self.upload.order == Order::Client;
         if takes_turns && began.elapsed() < 2 * deadline + limits::LAST_WORDS {
             let again = Some(Instant::now() + limits::LAST_WORDS);
@@ -410,7 +428,9 @@ impl Uploading<'_> {
     fn leave_late(&mut self, late: Vec<usize>, seconds: f64) -> Result<(), AggregatorError> {
         for peer in late {
             let fault = || Fault::TooLate { seconds };
-            self.leave_out(vec![(peer, fault().to_string())], fault())?;
+            if !self.lost[peer] {
+                self.leave_out(vec![(peer, fault().to_string())], fault())?;
+            }
             // It may come back for the next round.
             let connection = self.members.peers[peer].up().map_or(0, |up| up.id);
             self.members.drop_connection(peer, connection, fault());

@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::{Client, Event, Lanes, Line, Notice, Target};
-use crate::control::Writer;
+use crate::control::{Writer, printable};
 use crate::error::{ClientError, LaneError, ProtocolError};
 use crate::lane::receive::{
     Incoming, Order, ReceiveOrder, ReceiveReport, Receiving, Shared, receive,
@@ -24,14 +24,21 @@ use crate::source::Source;
 use crate::wire::checksum::model_digest;
 use crate::wire::message::{AggregatorMessage, ChunkRange, ClientMessage, WireSum};
 
+/// Of a round that was over when the connection stood again.
+const WENT_ON: &str = "the round went on while the connection was broken";
+
 impl Client {
-    /// Sends the update of `round` and waits until the round is over: says whether the update is in
-    /// the mean. Until then the source's bytes must not change. A connection that breaks is
-    /// resumed.
+    /// Sends the update of `round` and waits until the round is over: says why the update is not in
+    /// the mean, if it is not. Until then the source's bytes must not change. A connection that breaks
+    /// is resumed.
     ///
     /// # Errors
     /// A source of another layout, one that cannot be read, or an aggregator that ends.
-    pub fn upload(&mut self, round: u32, source: &dyn Source) -> Result<bool, ClientError> {
+    pub fn upload(
+        &mut self,
+        round: u32,
+        source: &dyn Source,
+    ) -> Result<Option<String>, ClientError> {
         if let Some(difference) = self.lanes.manifest.first_difference(source.manifest()) {
             return Err(ClientError::Model { difference });
         }
@@ -45,7 +52,7 @@ impl Client {
         let inboxes = inboxes(lanes);
         // Whom lanes announce checksums to: the newest connection.
         let writer = Mutex::new(line.link.as_ref().map(|link| link.writer.clone()));
-        let counted = std::thread::scope(|scope| {
+        let left_out = std::thread::scope(|scope| {
             for inbox in &inboxes {
                 let (shared, writer) = (&shared, &writer);
                 let (sender, ended) = (line.sender.clone(), line.sender.clone());
@@ -81,7 +88,7 @@ impl Client {
             uploading.run()
         })?;
         self.phases.push(meter.stop(self.lanes.manifest.data_bytes()).sent_by(kind));
-        Ok(counted)
+        Ok(left_out)
     }
 
     /// Receives the model of `round` into `target` and checks every chunk and the digest of the
@@ -249,35 +256,35 @@ struct Uploading<'a> {
 }
 
 impl Uploading<'_> {
-    fn run(&mut self) -> Result<bool, ClientError> {
+    fn run(&mut self) -> Result<Option<String>, ClientError> {
         let result = self.until_applied();
         end_lanes(self.line, self.running, self.inboxes, || SendOrder::Finish, result)
     }
 
-    fn until_applied(&mut self) -> Result<bool, ClientError> {
+    fn until_applied(&mut self) -> Result<Option<String>, ClientError> {
         self.attach();
         while let Some(wanted) = self.line.wanted.pop_front() {
             self.hear(wanted)?;
         }
         loop {
             match self.line.next()? {
-                Notice::Message(AggregatorMessage::Applied { round, counted })
+                Notice::Message(AggregatorMessage::Applied { round, left_out })
                     if round == self.round =>
                 {
-                    return Ok(counted);
+                    return Ok(left_out.map(|why| printable(&why)));
                 }
                 // The round went on while the connection was broken.
                 Notice::Message(
                     later @ (AggregatorMessage::Download { .. } | AggregatorMessage::Done),
                 ) if self.line.came_back => {
                     self.line.early.push_front(later);
-                    return Ok(false);
+                    return Ok(Some(WENT_ON.into()));
                 }
                 Notice::Message(AggregatorMessage::Upload { round })
                     if self.line.came_back && round != self.round =>
                 {
                     self.line.early.push_front(AggregatorMessage::Upload { round });
-                    return Ok(false);
+                    return Ok(Some(WENT_ON.into()));
                 }
                 Notice::Message(AggregatorMessage::Applied { .. }) if self.line.came_back => {}
                 Notice::Message(message) => self.hear(message)?,
@@ -401,6 +408,8 @@ impl Downloading<'_> {
     fn note(&mut self, lane: usize, report: ReceiveReport) -> Result<(), ClientError> {
         match report {
             ReceiveReport::Whole { .. } => self.whole[lane] = true,
+            // Nobody looks into the model.
+            ReceiveReport::Nonfinite { .. } => {}
             ReceiveReport::Broken { connection, error, .. } => {
                 return self.line.break_off(connection, error);
             }

@@ -222,14 +222,6 @@ pub enum TransferError {
         /// Their range in the model.
         bytes: Range<u64>,
     },
-    /// An update that may not be in a mean.
-    #[error("element {index} of chunk {chunk} is NaN or infinite")]
-    Nonfinite {
-        /// The chunk.
-        chunk: usize,
-        /// The element, counted in the chunk.
-        index: u64,
-    },
     /// A chunk buffer could not be made.
     #[error(transparent)]
     Region(#[from] RegionError),

@@ -20,6 +20,7 @@ use crate::channel::DataChannel;
 use crate::error::{LaneError, SinkError, TransferError};
 use crate::limits;
 use crate::manifest::{Chunk, ChunkTable};
+use crate::named::Named;
 use crate::paths::ReceiveKind;
 use crate::receiver::{Landing, Lands, ReceivePath};
 use crate::reducer::{Norm, clean, inspect};
@@ -36,6 +37,17 @@ pub enum Order {
     Arrival,
     /// For every chunk, peer after peer: the same bits whatever came first.
     Client,
+}
+
+impl Named for Order {
+    const VALUES: &'static [(Order, &'static str, &'static str)] = &[
+        (
+            Order::Arrival,
+            "arrival",
+            "As updates arrive: fastest; the last bits may depend on who came first",
+        ),
+        (Order::Client, "client", "By client name: the same bits whoever came first"),
+    ];
 }
 
 /// What a receiving lane is told.
@@ -55,6 +67,11 @@ pub enum ReceiveOrder {
     },
     /// A peer does not come back: nothing of what it sent may count.
     Lose {
+        /// The peer.
+        peer: usize,
+    },
+    /// As [`ReceiveOrder::Lose`], of a peer that stays: what it was asked for comes still, and is dropped.
+    Reject {
         /// The peer.
         peer: usize,
     },
@@ -91,7 +108,16 @@ pub enum ReceiveReport {
         /// Why.
         error: TransferError,
     },
-    /// All chunks of a peer have come.
+    /// A peer's update has an element that it may not have. What comes of it from now on is dropped.
+    Nonfinite {
+        /// The peer.
+        peer: usize,
+        /// Number of the chunk.
+        chunk: usize,
+        /// The element's number in the chunk.
+        index: u64,
+    },
+    /// All chunks of a peer have come; of one that is rejected, nothing more comes.
     Whole {
         /// The peer.
         peer: usize,
@@ -157,6 +183,8 @@ pub struct Incoming<'a> {
     done: Vec<bool>,
     missing: usize,
     lost: bool,
+    /// Nothing that comes counts; it is received all the same, so that the connection can be used again.
+    rejected: bool,
     reported_whole: bool,
     /// How often a chunk did not match.
     refuted: BTreeMap<usize, u32>,
@@ -221,6 +249,7 @@ impl<'a> Incoming<'a> {
             done: vec![false; range.len()],
             missing: range.len(),
             lost: false,
+            rejected: false,
             reported_whole: false,
             refuted: BTreeMap::new(),
         }
@@ -263,7 +292,25 @@ impl<'a> Incoming<'a> {
     }
 
     fn push_back(&mut self, chunks: &[Range<usize>]) {
-        self.queue.extend(chunks.iter().map(|chunks| Run { chunks: chunks.clone(), void: false }));
+        let void = self.rejected;
+        self.queue.extend(chunks.iter().map(|chunks| Run { chunks: chunks.clone(), void }));
+    }
+
+    /// From now on what comes is dropped.
+    fn reject(&mut self) {
+        self.rejected = true;
+        self.queue.iter_mut().for_each(|run| run.void = true);
+        if let Some(line) = self.line.as_mut().filter(|line| line.state == State::Sum) {
+            line.state = State::Ready;
+        }
+    }
+
+    /// Whether nothing more is to come.
+    fn is_over(&self) -> bool {
+        match self.lost {
+            true => self.rejected && self.queue.is_empty(),
+            false => self.missing == 0,
+        }
     }
 
     /// Chunks that are on their way have lost their turn. Gives their numbers.
@@ -297,6 +344,8 @@ enum Step {
     Empty,
     /// The chunk is whole; its checksum has not been announced yet.
     NeedsSum,
+    /// The chunk has an element that it may not have.
+    Nonfinite { chunk: usize, index: u64 },
 }
 
 /// Warm memory for chunks that are being received, kept for the next round.
@@ -403,8 +452,8 @@ impl Lane<'_, '_> {
     /// on neighbouring chunks and the accumulator stays in the cache.
     fn next_stream(&mut self) -> Option<usize> {
         match self.turn() {
-            Some((_, Some(index))) => self.streams[index].is_ready().then_some(index),
-            Some((_, None)) => None,
+            Some((_, Some(index))) if self.streams[index].is_ready() => Some(index),
+            Some(_) => self.streams.iter().position(|s| s.lost && s.is_ready()),
             None => {
                 let ready = self.streams.iter().enumerate().filter(|(_, s)| s.is_ready());
                 ready.min_by_key(|(_, stream)| stream.front()).map(|(index, _)| index)
@@ -432,10 +481,11 @@ impl Lane<'_, '_> {
 
     /// With all streams at work there is nothing to wait for.
     fn must_poll(&self) -> bool {
-        self.turns.is_none()
-            && self.streams.iter().any(|stream| {
-                matches!(stream.state(), Some(State::Socket | State::Sum)) && !stream.lost
-            })
+        let in_turn = self.turns.is_some();
+        self.streams.iter().any(|stream| {
+            matches!(stream.state(), Some(State::Socket | State::Sum))
+                && (!in_turn || stream.rejected)
+        })
     }
 
     fn poll(&mut self, timeout: Duration) -> Result<(), LaneError> {
@@ -466,7 +516,14 @@ impl Lane<'_, '_> {
     fn obey(&mut self, order: ReceiveOrder) -> Result<bool, LaneError> {
         match order {
             ReceiveOrder::Finish => return Ok(true),
-            ReceiveOrder::Lose { peer } => self.lose(peer)?,
+            ReceiveOrder::Lose { peer } => {
+                self.detach(peer)?;
+                self.lose(peer)?;
+            }
+            ReceiveOrder::Reject { peer } => {
+                self.streams[peer].reject();
+                self.lose(peer)?;
+            }
             ReceiveOrder::Attach { peer, connection, channel, doubted } => {
                 let next =
                     Successor { connection, channel, doubted, since: Instant::now(), asked: 0 };
@@ -553,7 +610,6 @@ impl Lane<'_, '_> {
         if self.streams[peer].lost {
             return Ok(());
         }
-        self.detach(peer)?;
         self.streams[peer].successor = None;
         self.streams[peer].lost = true;
         self.lost += 1;
@@ -614,10 +670,10 @@ impl Lane<'_, '_> {
     }
 
     fn report_if_whole(stream: &mut Incoming<'_>, peer: usize, lost: usize, report: Report<'_>) {
-        if stream.reported_whole || stream.lost || stream.missing > 0 {
+        if stream.reported_whole || !stream.is_over() {
             return;
         }
-        if stream.shared.sums.park_for_proof() {
+        if stream.lost || stream.shared.sums.park_for_proof() {
             stream.reported_whole = true;
             report(ReceiveReport::Whole { peer, lost });
         }
@@ -636,10 +692,10 @@ impl Lane<'_, '_> {
             }
             let Some(line) = &mut stream.line else { continue };
             // The time before a peer begins is its own: it trains. And so is the time of others.
-            let owes = !stream.queue.is_empty() || !stream.shared.sums.is_proven();
-            let waits = !owes
+            let in_doubt = !stream.lost && !stream.shared.sums.is_proven();
+            let waits = stream.queue.is_empty() && !in_doubt
                 || !stream.shared.began.load(Ordering::Acquire)
-                || turn.is_some_and(|turn| turn != Some(index));
+                || turn.is_some_and(|turn| turn != Some(index) && !stream.lost);
             if waits {
                 line.progress.made();
             }
@@ -682,6 +738,7 @@ impl Lane<'_, '_> {
         if let Err(error) = self.attach(peer) {
             tracing::warn!("{error}");
         }
+        Self::report_if_whole(&mut self.streams[peer], peer, self.lost, self.report);
     }
 
     /// Moves one stream on by at most one chunk, without waiting.
@@ -689,7 +746,7 @@ impl Lane<'_, '_> {
         match self.step(index) {
             Ok(Step::Chunk) => {
                 let stream = &mut self.streams[index];
-                if stream.missing == 0
+                if stream.is_over()
                     && let Some(line) = &stream.line
                     && let Err(error) = line.channel.refuse_more()
                 {
@@ -712,6 +769,13 @@ impl Lane<'_, '_> {
                 {
                     line.state = State::Sum;
                 }
+            }
+            Ok(Step::Nonfinite { chunk, index: element }) => {
+                let stream = &mut self.streams[index];
+                self.buffers.0.extend(stream.scratch.take());
+                stream.pop_front();
+                stream.reject();
+                (self.report)(ReceiveReport::Nonfinite { peer: index, chunk, index: element });
             }
             // Our memory and our disk are no peer's fault.
             Err(error @ (TransferError::Region(_) | TransferError::Sink(_))) => {
@@ -823,8 +887,10 @@ impl Lane<'_, '_> {
                 }
             }
             stream.shared.sums.verify(chunk.index);
-            if let Some(inspection) = stream.shared.inspection {
-                self.inspect(peer, chunk, inspection)?;
+            if let Some(inspection) = stream.shared.inspection
+                && let Some(index) = self.inspect(peer, chunk, inspection)?
+            {
+                return Ok(Step::Nonfinite { chunk: chunk.index, index });
             }
         }
         let stream = &mut self.streams[peer];
@@ -840,13 +906,14 @@ impl Lane<'_, '_> {
         Ok(Step::Chunk)
     }
 
-    /// Looks for elements that are not finite. Where updates mix, one that may not have any ends here.
+    /// Looks for elements that are not finite. Where updates mix, one that may not have any ends here:
+    /// gives the first one.
     fn inspect(
         &mut self,
         peer: usize,
         chunk: &Chunk,
         inspection: Inspection<'_>,
-    ) -> Result<(), TransferError> {
+    ) -> Result<Option<u64>, TransferError> {
         let stream = &mut self.streams[peer];
         let length = chunk.length();
         let payload = match &stream.scratch {
@@ -856,17 +923,16 @@ impl Lane<'_, '_> {
         let inspected = inspect(chunk.dtype, payload, inspection.norm(chunk));
         let found = inspected.map_err(SinkError::from)?;
         inspection.findings.note(chunk.index, &found);
-        let Some(first) = found.first_nonfinite else { return Ok(()) };
+        let Some(first) = found.first_nonfinite else { return Ok(None) };
         match (inspection.on_nonfinite, &mut stream.scratch) {
-            (OnNonfinite::Reject, _) if self.sink.mixes() => {
-                Err(TransferError::Nonfinite { chunk: chunk.index, index: first })
-            }
+            (OnNonfinite::Reject, _) if self.sink.mixes() => Ok(Some(first)),
             (OnNonfinite::Zero, Some(scratch)) => {
                 let payload = &mut scratch.bytes_mut().0[..length];
-                Ok(clean(chunk.dtype, payload).map_err(SinkError::from)?)
+                clean(chunk.dtype, payload).map_err(SinkError::from)?;
+                Ok(None)
             }
             // What is received whole is judged as a whole.
-            _ => Ok(()),
+            _ => Ok(None),
         }
     }
 

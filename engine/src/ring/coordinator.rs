@@ -321,7 +321,7 @@ impl Coordinator {
             let ranks = self.begin(attempt)?;
             let fault = match self.watch(attempt, &ranks)? {
                 Ok(digest) => {
-                    self.tell_all(&AggregatorMessage::Applied { round, counted: true });
+                    self.tell_all(&AggregatorMessage::Applied { round, left_out: None });
                     let seconds = began.elapsed().as_secs_f64();
                     let ranks = ranks.into_iter().map(|rank| (rank.name, rank.examples)).collect();
                     return Ok(RoundReport {

@@ -143,8 +143,8 @@ pub enum AggregatorMessage {
     Applied {
         /// The round.
         round: u32,
-        /// Whether the client's update is in the mean.
-        counted: bool,
+        /// Why the client's update is not in the mean, if it is not: one line for people.
+        left_out: Option<String>,
     },
     /// All rounds are done.
     Done,

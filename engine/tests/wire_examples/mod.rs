@@ -287,8 +287,19 @@ fn aggregator_messages() -> Vec<Example> {
         ),
         example(
             "4-applied",
-            AggregatorMessage::Applied { round: 300, counted: true },
+            AggregatorMessage::Applied { round: 300, left_out: None },
             &[(1, "message 4: applied"), (2, "round 300"), (1, "its update counts")],
+        ),
+        example(
+            "4-applied-without",
+            AggregatorMessage::Applied { round: 300, left_out: Some("it was late".into()) },
+            &[
+                (1, "message 4: applied"),
+                (2, "round 300"),
+                (1, "its update does not count"),
+                (1, "why: 11 bytes"),
+                (11, "\"it was late\""),
+            ],
         ),
         example("5-done", AggregatorMessage::Done, &[(1, "message 5: done")]),
         example("6-alive", AggregatorMessage::Alive, &[(1, "message 6: alive")]),

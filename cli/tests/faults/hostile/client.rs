@@ -182,6 +182,13 @@ impl HostileClient {
         made[stream].clone()
     }
 
+    /// Makes the first element of its update a NaN.
+    pub fn spoil(&mut self) {
+        self.bytes(0);
+        let bytes = self.bytes.get_mut().expect("made above");
+        bytes[0][..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    }
+
     fn make(&self, lane: &Range<usize>) -> Vec<u8> {
         let range = self.chunks().bytes_of(lane);
         let mut bytes = vec![0; (range.end - range.start) as usize];
@@ -224,7 +231,7 @@ impl HostileClient {
                 scope.spawn(move || socket.write_all(bytes).unwrap());
             }
         });
-        let applied = AggregatorMessage::Applied { round: 1, counted: true };
+        let applied = AggregatorMessage::Applied { round: 1, left_out: None };
         assert_eq!(self.next().unwrap(), applied);
     }
 
@@ -241,8 +248,13 @@ impl HostileClient {
 
     /// With all sent, it does the rest as an honest client does.
     pub fn confirm(&mut self) {
-        let applied = AggregatorMessage::Applied { round: 1, counted: true };
+        let applied = AggregatorMessage::Applied { round: 1, left_out: None };
         assert_eq!(self.next().unwrap(), applied);
+        self.take_model();
+    }
+
+    /// When the round is over, it does the rest as an honest client does.
+    pub fn take_model(&mut self) {
         let digest = self.download();
         self.say(&ClientMessage::Received { round: 1, digest });
         assert_eq!(self.next().unwrap(), AggregatorMessage::Done);
