@@ -223,6 +223,8 @@ pub enum Topology {
     Star,
     /// The clients average among themselves, each sending to the next one; all end with the same mean
     Ring,
+    /// Edges (`fedlane edge`) average the models of their clients and send one sum up
+    Tree,
 }
 
 /// `--averaging`.

@@ -1,6 +1,7 @@
 //! `fedlane demo`: one round on this machine, checked, and what it cost.
 
 use std::ffi::OsString;
+use std::ops::Range;
 use std::path::PathBuf;
 
 use clap::Args;
@@ -43,6 +44,10 @@ pub struct Demo {
     /// Who sends to whom
     #[arg(long, value_enum, default_value_t = Topology::Star)]
     topology: Topology,
+
+    /// Number of edges in a tree, which share the clients
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=256))]
+    edges: u32,
 
     /// Number of rounds
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
@@ -113,6 +118,8 @@ impl Demo {
         let copies = match self.topology {
             Topology::Star => u64::from(self.clients) + 3,
             Topology::Ring => 2 * u64::from(self.clients) + 1,
+            // An edge holds its sums and the mean, or in order the updates of its clients.
+            Topology::Tree => 2 * u64::from(self.clients) + 3 * u64::from(self.edges) + 3,
         };
         model_bytes.saturating_mul(copies) < available_memory().0 / 2
     }
@@ -125,22 +132,28 @@ impl Demo {
     ) -> anyhow::Result<Vec<Report>> {
         let mut group = Group::new();
         let mut serve = vec!["serve".to_string(), "--listen=127.0.0.1:0".to_string()];
-        serve.push(format!("--clients={}", self.clients));
+        let is_tree = self.topology == Topology::Tree;
+        let edges = if is_tree { self.edges.min(self.clients) } else { 0 };
+        serve.push(format!("--clients={}", if is_tree { edges } else { self.clients }));
         serve.push(format!("--rounds={}", self.rounds));
         let expect = format!("--expect={}", serde_json::to_string(&Expected(senders.to_vec()))?);
         match self.topology {
             Topology::Star => serve.push(expect.clone()),
             Topology::Ring => serve.push("--topology=ring".to_string()),
+            Topology::Tree => serve.extend([expect.clone(), "--topology=tree".to_string()]),
         }
         serve.extend(self.averager.to_args());
         serve.extend(self.paths.to_args());
         group.start("aggregator", &serve)?;
         let listening = group.await_event("listening")?;
         let address = listening["address"].as_str().unwrap_or_default().to_string();
+        let below = self.start_edges(&mut group, &address, edges)?;
         let width = self.clients.to_string().len();
         for (client, sender) in senders.iter().enumerate() {
             // Names in the order of the clients, also as text.
             let name = format!("client-{:0width$}", client + 1);
+            let edge = below.iter().find(|(clients, _)| clients.contains(&(client as u32)));
+            let address = edge.map_or(&address, |(_, edge)| edge);
             let mut join = vec!["join".to_string(), address.clone(), format!("--name={name}")];
             join.push(format!("--examples={}", sender.examples));
             join.extend(sender.update.to_args());
@@ -158,6 +171,33 @@ impl Demo {
                 announce(event);
             }
         })
+    }
+}
+
+impl Demo {
+    /// Starts edges that share the clients in order. Gives each one's clients and its address.
+    fn start_edges(
+        &self,
+        group: &mut Group,
+        above: &str,
+        edges: u32,
+    ) -> anyhow::Result<Vec<(Range<u32>, String)>> {
+        let mut started = Vec::new();
+        let width = edges.to_string().len();
+        let averager = Averager { min_clients: None, ..self.averager.clone() };
+        for edge in 0..edges {
+            let clients = self.clients * edge / edges..self.clients * (edge + 1) / edges;
+            let name = format!("edge-{:0width$}", edge + 1);
+            let mut args = vec!["edge".to_string(), above.to_string(), format!("--name={name}")];
+            args.push("--listen=127.0.0.1:0".to_string());
+            args.push(format!("--clients={}", clients.len()));
+            args.extend(averager.to_args());
+            args.extend(self.paths.to_args());
+            group.start(&name, &args)?;
+            let listening = group.await_event("listening")?;
+            started.push((clients, listening["address"].as_str().unwrap_or_default().to_string()));
+        }
+        Ok(started)
     }
 }
 

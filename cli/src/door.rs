@@ -107,7 +107,41 @@ impl ClientCertificates {
     }
 }
 
-fn read_secret(path: &Path) -> anyhow::Result<Secret> {
+/// As [`ClientCertificates`], of an edge for the aggregator above it.
+#[derive(Clone, Debug, Args)]
+pub struct AboveCertificates {
+    /// Encrypt all connections to the aggregator above with TLS 1.3: file with the authority of its certificate, in PEM
+    #[arg(long, value_name = "FILE")]
+    above_tls_ca: Option<PathBuf>,
+
+    /// File with this edge's certificate, where the aggregator above wants one
+    #[arg(long, value_name = "FILE", requires_all = ["above_tls_ca", "above_tls_key"])]
+    above_tls_cert: Option<PathBuf>,
+
+    /// File with the key of --above-tls-cert
+    #[arg(long, value_name = "FILE", requires = "above_tls_cert")]
+    above_tls_key: Option<PathBuf>,
+
+    /// Name in the certificate of the aggregator above, if it is not the host in ADDRESS
+    #[arg(long, value_name = "HOST", requires = "above_tls_ca")]
+    above_tls_name: Option<String>,
+}
+
+impl AboveCertificates {
+    /// What the files come to.
+    pub fn read(&self) -> anyhow::Result<Option<ClientTls>> {
+        ClientCertificates {
+            tls_ca: self.above_tls_ca.clone(),
+            tls_cert: self.above_tls_cert.clone(),
+            tls_key: self.above_tls_key.clone(),
+            tls_name: self.above_tls_name.clone(),
+            tls_in_process: false,
+        }
+        .read()
+    }
+}
+
+pub fn read_secret(path: &Path) -> anyhow::Result<Secret> {
     let shown = path.display();
     let file = std::fs::File::open(path);
     let file = file.with_context(|| format!("cannot read the secret in {shown}"))?;

@@ -367,7 +367,7 @@ fn report_ring(outcome: &Outcome, output: Output) {
     output.event("averaged", fields, &text);
 }
 
-fn default_name() -> String {
+pub fn default_name() -> String {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     format!("{host}-{}", std::process::id())
 }

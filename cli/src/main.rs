@@ -7,6 +7,7 @@ mod check;
 mod demo;
 mod doctor;
 mod door;
+mod edge;
 mod group;
 mod join;
 mod output;
@@ -34,6 +35,7 @@ enum Command {
     Demo(demo::Demo),
     Serve(serve::Serve),
     Join(join::Join),
+    Edge(edge::Edge),
     Bench(bench::Bench),
     #[command(hide = true)]
     TrainShell(join::TrainShell),
@@ -58,6 +60,7 @@ fn main() -> ExitCode {
         Command::Bench(bench) => bench.run(),
         Command::Serve(serve) => serve.run(),
         Command::Join(join) => join.run(),
+        Command::Edge(edge) => edge.run(),
         Command::TrainShell(shell) => shell.run(),
         Command::Doctor(doctor) => doctor.run(),
         Command::Cert(cert) => cert.run(),

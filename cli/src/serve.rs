@@ -12,6 +12,7 @@ use fedlane::sink::file::ModelFile;
 use fedlane::source::Source;
 use fedlane::source::file::FileSource;
 use fedlane::sys::process;
+use fedlane::topology::tree::Leaf;
 use serde_json::json;
 
 use crate::args::{Averager, Paths, Topology};
@@ -34,7 +35,7 @@ pub struct Serve {
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:7733")]
     listen: String,
 
-    /// Number of clients to wait for
+    /// Number of clients to wait for; in a tree, of those that join this process: edges and clients
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=limits::MAX_CLIENTS as u64))]
     clients: u64,
 
@@ -104,6 +105,7 @@ impl Serve {
             tls: self.certificates.read()?,
             insecure: self.insecure,
             state: self.state.clone(),
+            tree: self.topology == Topology::Tree,
             ..self.averager.config(self.clients as usize, self.rounds, &self.paths)
         };
         let aggregator = Aggregator::bind(self.listen.as_str(), config)?;
@@ -263,7 +265,7 @@ impl Serve {
             session.round()?;
         }
         drop(shown);
-        report_members(session, output);
+        report_leaves(&session.leaves(), session.rounds_done(), "round", output);
         // The clients need not wait for the disk, nor the disk for the clients.
         let saving = self.output.clone().zip(session.model()).map(|(path, model)| {
             let manifest = session.manifest().clone();
@@ -291,27 +293,28 @@ impl Serve {
     }
 }
 
-/// Says whose updates are in the mean.
-fn report_members(session: &Session, output: Output) {
-    let counted: Vec<&str> = session.counted().collect();
-    let left_out: Vec<&str> = session.left_out().map(|(name, _)| name).collect();
-    let round = session.rounds_done();
+/// Says whose updates are in the mean of a round.
+pub fn report_leaves(leaves: &[Leaf], round: u32, what: &str, output: Output) {
+    let of = |in_mean: bool| leaves.iter().filter(move |leaf| leaf.left_out.is_none() == in_mean);
+    let names = |in_mean| of(in_mean).map(|leaf| leaf.name.as_str()).collect::<Vec<_>>();
+    let (counted, left_out) = (names(true), names(false));
     let text = match left_out.as_slice() {
-        [] => format!("round {round}: the mean of {} clients", counted.len()),
+        [] => format!("{what} {round}: the mean of {} clients", counted.len()),
         missing => format!(
-            "round {round}: the mean of {}, without {}",
+            "{what} {round}: the mean of {}, without {}",
             counted.join(", "),
             missing.join(", ")
         ),
     };
     let why: serde_json::Map<_, _> =
-        session.left_out().map(|(name, why)| (name.to_string(), json!(why))).collect();
+        of(false).map(|leaf| (leaf.name.clone(), json!(leaf.left_out))).collect();
     let fields = json!({ "round": round, "clients": counted, "left_out": left_out, "why": why });
-    output.event("averaged", fields, &text);
+    let event = if what == "round" { "averaged" } else { "averaged_locally" };
+    output.event(event, fields, &text);
 }
 
 /// Prints what was found in the updates of the newest round.
-fn report_updates(session: &Session, output: Output) {
+pub fn report_updates(session: &Session, output: Output) {
     for report in session.updates() {
         output.event("update", update_fields(report), &update_text(report));
     }

@@ -7,6 +7,7 @@ mod keep;
 mod loss;
 mod members;
 mod round;
+mod tree;
 mod upload;
 
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -37,6 +38,7 @@ use crate::state::{Record, StateDir};
 use crate::sums::SumTable;
 use crate::sys::process;
 use crate::tls::ServerTls;
+use crate::topology::tree::Hearing;
 use crate::verdict::{Findings, UpdatePolicy, UpdateReport};
 use crate::wire::hello::{Place, Secret, SessionId, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage};
@@ -47,6 +49,7 @@ use keep::Kept;
 use loss::Experience;
 pub use loss::OnLoss;
 use members::{Members, Notice};
+use tree::Tree;
 
 /// What happens to the updates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,6 +112,9 @@ pub struct AggregatorConfig {
     /// A directory in which the session is kept: a process that is started with it again goes on with
     /// the session, as it was. The memory of the rounds are files there.
     pub state: Option<PathBuf>,
+    /// Whether clients may be edges, which bring the sums of clients of their own: `docs/WIRE.md`
+    /// says how. [`Session::leaves`] then names all whose updates are in the mean.
+    pub tree: bool,
     /// Bytes of the largest model that the first client may bring, where there is no initial one. What
     /// the host has no memory for is refused in any case.
     pub max_model_bytes: u64,
@@ -136,6 +142,7 @@ impl Default for AggregatorConfig {
             updates: UpdatePolicy::default(),
             on_loss: OnLoss::default(),
             state: None,
+            tree: false,
             max_model_bytes: limits::MAX_MODEL_BYTES,
         }
     }
@@ -193,6 +200,8 @@ pub(crate) struct Joined {
     pub resumes: Option<Ticket>,
     /// Clients are ordered by rank, and those of one rank by name.
     pub rank: usize,
+    /// Whether it brings the sums of clients of its own.
+    pub is_edge: bool,
     /// Given back when somebody has looked at it: as long as it waits it holds its connection and the
     /// header of its model.
     pub seat: Option<(Share, Share)>,
@@ -327,8 +336,13 @@ impl Canceller {
     /// Makes the call that runs, or else the next one, fail with [`AggregatorError::Cancelled`],
     /// and the clients hear of it.
     pub fn cancel(&self) {
+        self.end(AggregatorError::Cancelled);
+    }
+
+    /// Makes it fail with another error.
+    pub(crate) fn end(&self, error: AggregatorError) {
         // Nobody listens any more when the session has ended.
-        let _ = self.events.send(Event::Warm { result: Err(AggregatorError::Cancelled) });
+        let _ = self.events.send(Event::Warm { result: Err(error) });
     }
 }
 
@@ -366,6 +380,16 @@ fn check(config: &AggregatorConfig) -> Result<(), AggregatorError> {
     let possible = |norm: &f64| norm.is_finite() && *norm > 0.0;
     if let Some(clip_norm) = config.updates.clip_norm.filter(|norm| !possible(norm)) {
         return Err(AggregatorError::ClipNorm { clip_norm });
+    }
+    let averages = matches!(config.averaging, Averaging::Streaming | Averaging::Spool);
+    for (is_given, what) in [
+        (config.updates.clip_norm.is_some(), "--clip-norm"),
+        (config.state.is_some(), "--state"),
+        (!averages, "--averaging"),
+    ] {
+        if config.tree && is_given {
+            return Err(AggregatorError::Tree { what });
+        }
     }
     let deadline_ms = config.deadline.as_millis().min(u64::MAX.into()) as u64;
     within("deadline in ms", deadline_ms, limits::MIN_DEADLINE_MS, limits::MAX_DEADLINE_MS)
@@ -426,6 +450,8 @@ struct PeerShared {
     findings: OnceLock<Findings>,
     round: AtomicU32,
     began: AtomicBool,
+    /// It is an edge, and this is what it said of its sums.
+    edge: Option<Mutex<Hearing>>,
     /// Bytes of the update that came, and of the model that went, in this round.
     came: AtomicU64,
     sent: AtomicU64,
@@ -473,6 +499,8 @@ pub struct Session {
     phases: Vec<Phase>,
     /// What was found in the updates of the newest round.
     updates: Vec<UpdateReport>,
+    /// Where clients may be edges.
+    tree: Option<Tree>,
     // Dropped last: they end threads.
     _heartbeat: Heartbeat,
     _admission: Admission,
@@ -488,6 +516,8 @@ struct Lanes {
     tiles: Vec<TileMemory>,
     /// Absent when updates are dropped.
     layout: Option<AccumulatorLayout>,
+    /// What is cut up, where that is the sums of the model and not the model.
+    sums: Option<Manifest>,
 }
 
 /// Lets the data channels of a session in as long as it lives.
@@ -570,8 +600,13 @@ impl Sizes {
         let wave = averaging == Averaging::Wave;
         let holds_sums = |layout: &&AccumulatorLayout| !wave && (layout.is_in_place() || !in_turn);
         Sizes {
-            accumulator: layout.filter(holds_sums).map(AccumulatorLayout::bytes),
-            model: layout.filter(|layout| !wave && !layout.is_in_place()).map(|_| model_bytes),
+            // Sums of a tree go on as they are.
+            accumulator: layout
+                .filter(|layout| config.tree || holds_sums(layout))
+                .map(AccumulatorLayout::bytes),
+            model: layout
+                .filter(|layout| !wave && !config.tree && !layout.is_in_place())
+                .map(|_| model_bytes),
             spool: vec![model_bytes; copies],
         }
     }
@@ -640,6 +675,7 @@ fn note(
             shared.began.store(true, Ordering::Release);
             Ok(Some(message))
         }
+        ClientMessage::Leaves { .. } => tree::note(message, shared),
         other => Ok(Some(other)),
     }
 }
@@ -710,6 +746,11 @@ impl Session {
     /// Tells every client that all rounds are done. One whose connection is broken may come back
     /// to hear it.
     pub fn finish(mut self) -> Result<Vec<Phase>, AggregatorError> {
+        self.end()?;
+        Ok(std::mem::take(&mut self.phases))
+    }
+
+    pub(crate) fn end(&mut self) -> Result<(), AggregatorError> {
         self.members.ending = true;
         self.members.tell_all(&AggregatorMessage::Done);
         // A client closes when it has read that; only then is it sure to have.
@@ -727,7 +768,6 @@ impl Session {
                 _ => {}
             }
         }
-        self.kept.as_ref().map_or(Ok(()), Kept::end)?;
-        Ok(std::mem::take(&mut self.phases))
+        self.kept.as_ref().map_or(Ok(()), Kept::end)
     }
 }

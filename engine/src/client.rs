@@ -22,6 +22,7 @@ use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::Phase;
 use crate::paths::{ReceiveKind, SendKind};
 use crate::quota::Share;
+use crate::reducer::{AccumulatorLayout, WeightScale};
 use crate::region::Region;
 use crate::signal::Signal;
 use crate::sink::file::ModelFile;
@@ -32,6 +33,7 @@ use crate::wire::message::{AggregatorMessage, ClientMessage, Plan, WireSum};
 
 pub(crate) use link::RingEntry;
 use link::{Connected, Dialler, Keeper, Link, is_interruption, not_a_star};
+pub(crate) use transfer::Reported;
 
 /// How a client works.
 #[derive(Clone, Debug)]
@@ -76,6 +78,24 @@ pub enum Task {
     Done,
 }
 
+/// What an aggregator of a tree wants next of an edge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum EdgeTask {
+    /// As of every client.
+    Task(Task),
+    /// Add the clients below to these sums, if there are any.
+    Fold { round: u32, scale: WeightScale, seed: Option<[u8; 32]> },
+}
+
+/// What an upload of sums came to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Uploaded {
+    /// The round is over, and the sums are in the mean, or it says why not.
+    Applied { left_out: Option<String> },
+    /// Others are wanted: the next task says which.
+    Again,
+}
+
 /// Where a model goes.
 pub enum Target<'a> {
     /// Into memory of the model's size.
@@ -90,6 +110,8 @@ pub enum Target<'a> {
 pub struct Client {
     config: ClientConfig,
     lanes: Lanes,
+    /// Of an edge: how the sums are cut up that it sends.
+    sums: Option<Lanes>,
     line: Line,
     /// The model that it has, once it said so.
     holds: Option<(u32, [u8; 32])>,
@@ -126,6 +148,11 @@ impl Lanes {
 struct ClientShared {
     /// Of the model that comes, or came last.
     sums: SumTable,
+    /// Of an edge: of the sums that it is to begin from.
+    seed: Option<SumTable>,
+    /// Which sums, and whether checksums that come are theirs.
+    seeded: Mutex<Option<(u32, [u8; 32])>>,
+    takes_seed: AtomicBool,
     download: Mutex<Option<(u32, [u8; 32])>>,
     sent: AtomicU64,
     came: AtomicU64,
@@ -137,11 +164,24 @@ struct ClientShared {
 
 impl ClientShared {
     fn announce(&self, first: u32, sums: &[WireSum]) -> Result<(), ProtocolError> {
-        self.sums.announce(first, sums)
+        match &self.seed {
+            Some(seed) if self.takes_seed.load(Ordering::SeqCst) => seed.announce(first, sums),
+            _ => self.sums.announce(first, sums),
+        }
+    }
+
+    /// Sums are announced. If they are those that are coming already, their checksums stay.
+    fn begin_seed(&self, round: u32, digest: [u8; 32]) {
+        let mut seeded = self.seeded.lock().unwrap_or_else(PoisonError::into_inner);
+        if seeded.replace((round, digest)) != Some((round, digest)) {
+            self.seed.iter().for_each(SumTable::clear);
+        }
+        self.takes_seed.store(true, Ordering::SeqCst);
     }
 
     /// A model is announced. If it is the one that is coming already, its checksums stay.
     fn begin_download(&self, round: u32, digest: [u8; 32]) {
+        self.takes_seed.store(false, Ordering::SeqCst);
         let mut download = self.download.lock().unwrap_or_else(PoisonError::into_inner);
         if download.replace((round, digest)) != Some((round, digest)) {
             self.sums.clear();
@@ -306,11 +346,26 @@ impl Client {
         manifest: Option<&Manifest>,
         canceller: &Canceller,
     ) -> Result<Result<Client, RingEntry>, ClientError> {
-        match Self::connect(address, config, manifest, canceller)? {
+        match Self::connect(address, config, manifest, false, canceller)? {
             (Connected::Star(link, reader), rest) => {
                 Self::begin(*link, reader, rest, manifest, canceller).map(Ok)
             }
             (Connected::Ring(entry), _) => Ok(Err(*entry)),
+        }
+    }
+
+    /// Joins as an edge, which sends sums.
+    pub(crate) fn join_as_edge(
+        address: &str,
+        config: ClientConfig,
+        manifest: &Manifest,
+        canceller: &Canceller,
+    ) -> Result<Client, ClientError> {
+        match Self::connect(address, config, Some(manifest), true, canceller)? {
+            (Connected::Star(link, reader), rest) => {
+                Self::begin(*link, reader, rest, Some(manifest), canceller)
+            }
+            (Connected::Ring(entry), _) => Err(not_a_star(entry.address)),
         }
     }
 
@@ -319,14 +374,16 @@ impl Client {
         address: impl ToSocketAddrs + std::fmt::Display,
         config: ClientConfig,
         manifest: Option<&Manifest>,
+        is_edge: bool,
         canceller: &Canceller,
     ) -> Result<(Connected, (Dialler, Sender<()>, Receiver<()>)), ClientError> {
         let header = manifest.map(|manifest| manifest.header().to_vec()).unwrap_or_default();
         let address = address.to_string();
         let mut config = config;
         config.tls = config.tls.map(|tls| tls.at(&address));
+        let canceller_ = canceller.clone();
         let dialler =
-            Dialler { address, config: config.clone(), header, canceller: canceller.clone() };
+            Dialler { address, config: config.clone(), header, is_edge, canceller: canceller_ };
         let (stop, stopped) = mpsc::channel();
         let connected = dialler.connect(1, None).or_else(|error| {
             // Where nobody listens there is no aggregator; another one may have been interrupted.
@@ -358,9 +415,20 @@ impl Client {
                 .map_err(|error| invalid(error.to_string()))?,
         };
         dialler.header = manifest.header().to_vec();
+        let sums = match dialler.is_edge {
+            true => {
+                let sums = AccumulatorLayout::sums_manifest(&manifest);
+                let sums = sums.map_err(|error| invalid(error.to_string()))?;
+                Some(Lanes::cut(&link.plan, sums).map_err(invalid)?)
+            }
+            false => None,
+        };
         let lanes = Lanes::cut(&link.plan, manifest).map_err(invalid)?;
         let shared = Arc::new(ClientShared {
             sums: SumTable::new(&lanes.ranges, &lanes.signals),
+            seed: sums.as_ref().map(|sums| SumTable::new(&sums.ranges, &sums.signals)),
+            seeded: Mutex::default(),
+            takes_seed: AtomicBool::new(false),
             download: Mutex::default(),
             sent: AtomicU64::new(0),
             came: AtomicU64::new(0),
@@ -376,6 +444,7 @@ impl Client {
         Ok(Client {
             config,
             lanes,
+            sums,
             line: Line {
                 address: at.to_string(),
                 plan: link.plan.clone(),
@@ -437,13 +506,20 @@ impl Client {
     /// # Errors
     /// An aggregator that ends the session, or cannot be reached any more.
     pub fn next_task(&mut self) -> Result<Task, ClientError> {
+        match self.next_edge_task()? {
+            EdgeTask::Task(task) => Ok(task),
+            EdgeTask::Fold { .. } => Err(self.unexpected("a message")),
+        }
+    }
+
+    pub(crate) fn next_edge_task(&mut self) -> Result<EdgeTask, ClientError> {
         loop {
             let notice = match self.line.next() {
                 // With the last model here there is one thing left to hear. An aggregator that has said it
                 // is gone when it is asked again.
                 Err(error) if is_interruption(&error) && self.is_complete() => {
                     tracing::warn!("{error}; the model of the last round is here");
-                    return Ok(Task::Done);
+                    return Ok(EdgeTask::Task(Task::Done));
                 }
                 notice => notice?,
             };
@@ -454,12 +530,17 @@ impl Client {
                         self.line.tell(&ClientMessage::Received { round, digest });
                         continue;
                     }
-                    return Ok(Task::Download { round, digest });
+                    return Ok(EdgeTask::Task(Task::Download { round, digest }));
                 }
                 Notice::Message(AggregatorMessage::Upload { round }) => {
-                    return Ok(Task::Upload { round });
+                    return Ok(EdgeTask::Task(Task::Upload { round }));
                 }
-                Notice::Message(AggregatorMessage::Done) => return Ok(Task::Done),
+                Notice::Message(AggregatorMessage::Fold { round, scale, seed })
+                    if self.sums.is_some() =>
+                {
+                    return Ok(EdgeTask::Fold { round, scale, seed });
+                }
+                Notice::Message(AggregatorMessage::Done) => return Ok(EdgeTask::Task(Task::Done)),
                 // Said again after an interruption.
                 Notice::Message(AggregatorMessage::Applied { round, .. })
                     if round == self.uploaded || self.line.came_back => {}

@@ -13,6 +13,7 @@ pub mod aggregator;
 pub mod channel;
 pub mod client;
 pub mod control;
+pub mod edge;
 pub mod error;
 pub mod exchange;
 pub mod lane;

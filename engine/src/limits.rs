@@ -37,6 +37,13 @@ pub const MAX_MODEL_BYTES: u64 = 1 << 46;
 /// up to here the factor is a normal number in every dtype that is computed in f32.
 pub const MAX_SCALE_EXPONENT: i32 = 64;
 
+/// Clients below one edge, however deep. A list of them takes some MiB.
+pub const MAX_LEAVES: usize = 1 << 16;
+
+/// Bytes of clients that an edge names in one message: with names and reasons, which are cut, it then
+/// fits in a short one.
+pub const LEAVES_BYTES: usize = 32 << 10;
+
 /// Smallest part of the sum of weights that a positive weight may be: 2^-64. Weights count
 /// examples, and one example is more than this part of any 64-bit count. From here up, a scaled
 /// weight is a normal f32, so it keeps all its bits.

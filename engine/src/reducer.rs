@@ -28,6 +28,7 @@ pub mod clip;
 pub mod inspect;
 mod kernels;
 
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 
 use safetensors::Dtype;
@@ -112,9 +113,18 @@ pub struct Weight {
 pub struct Weights {
     clients: Vec<Weight>,
     denominator: Weight,
+    /// Others are in the mean too: however few of these are left, they keep their weights.
+    is_part: bool,
 }
 
+/// The power of two, as its exponent, that weights are multiplied with when they are scaled. None
+/// where one client alone counts: its scaled weight is one.
+pub type WeightScale = Option<i32>;
+
 impl Weight {
+    /// For what is multiplied with nothing.
+    pub const ONE: Weight = Weight { f32: 1.0, f64: 1.0, whole: 1.0 };
+
     /// Whether the client counts in means of floats.
     pub fn is_positive(self) -> bool {
         self.f64 > 0.0
@@ -153,14 +163,46 @@ impl Weights {
     /// A weight that is negative, NaN, infinite, or positive but below
     /// [`MIN_WEIGHT_SHARE`] of the sum; a sum that is zero or overflows.
     pub fn new(weights: &[f64]) -> Result<Weights, ReducerError> {
+        Ok(Weights { is_part: false, ..Weights::part(weights, Weights::scale(weights)?) })
+    }
+
+    /// What [`Weights::new`] scales these weights with.
+    ///
+    /// # Errors
+    /// As [`Weights::new`].
+    pub fn scale(weights: &[f64]) -> Result<WeightScale, ReducerError> {
         let sum = checked_sum(weights)?;
         let positive = weights.iter().filter(|&&w| w > 0.0).count();
-        let shift = if positive == 1 { None } else { Some(-exponent(sum) - 2) };
+        Ok(if positive == 1 { None } else { Some(-exponent(sum) - 2) })
+    }
+
+    /// Some of the clients in a mean, whose weights are scaled with those of all of them. Their
+    /// denominator is the part that they have in that of the mean.
+    pub fn part(weights: &[f64], scale: WeightScale) -> Weights {
         let scaled =
-            |&w: &f64| shift.map_or((w > 0.0).into(), |shift| times_power_of_two(w, shift));
-        let clients: Vec<Weight> = weights.iter().map(scaled).map(Weight::plain).collect();
-        let denominator = Weight::sum(&clients);
-        Ok(Weights { clients, denominator })
+            |&w: &f64| scale.map_or((w > 0.0).into(), |shift| times_power_of_two(w, shift));
+        Weights::of(weights.iter().map(scaled).map(Weight::plain).collect())
+    }
+
+    /// What sums are multiplied with, for each part of the clients of a mean. A part says its weights,
+    /// and what they were scaled with; `scale` is that of the mean. The factors are powers of two, but
+    /// for one client that was alone, whose tensor stands for its sums: that is its scaled weight.
+    pub fn factors(parts: &[(Vec<f64>, WeightScale)], scale: WeightScale) -> Weights {
+        let factor = |(weights, of): &(Vec<f64>, WeightScale)| {
+            let alone = weights.iter().copied().find(|&w| w > 0.0);
+            Weight::plain(match (alone, *of, scale) {
+                (None, ..) => 0.0,
+                (_, _, None) => 1.0,
+                (Some(_), Some(of), Some(to)) => times_power_of_two(1.0, to.saturating_sub(of)),
+                (Some(weight), None, Some(to)) => times_power_of_two(weight, to),
+            })
+        };
+        Weights::of(parts.iter().map(factor).collect())
+    }
+
+    /// Of a part.
+    fn of(clients: Vec<Weight>) -> Weights {
+        Weights { denominator: Weight::sum(&clients), clients, is_part: true }
     }
 
     /// The scaled weight of a client, by its index in the slice given to [`Weights::new`].
@@ -181,6 +223,10 @@ impl Weights {
             _ => return Ok(false),
         }
         match left.iter().filter(|weight| weight.is_positive()).count() {
+            _ if self.is_part => {
+                *self = Weights::of(left);
+                Ok(false)
+            }
             0 => Err(ReducerError::NoWeight),
             1 => {
                 let alone = |w: &Weight| f64::from(u8::from(w.is_positive()));
@@ -188,7 +234,7 @@ impl Weights {
                 Ok(true)
             }
             _ => {
-                *self = Weights { denominator: Weight::sum(&left), clients: left };
+                *self = Weights { is_part: false, ..Weights::of(left) };
                 Ok(false)
             }
         }
@@ -251,7 +297,7 @@ impl RunningWeights {
         };
         let clients = scaled.clients[self.all.len()..].to_vec();
         self.all = all;
-        Ok((Weights { clients, denominator: scaled.denominator }, carry))
+        Ok((Weights { clients, ..scaled }, carry))
     }
 }
 
@@ -676,6 +722,40 @@ impl AccumulatorLayout {
     /// Length of the accumulator in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// The accumulator of a model as a model of its own, which can be sent: byte for byte the same, with
+    /// the same names. What aligns a run is a tensor too.
+    ///
+    /// # Errors
+    /// As [`AccumulatorLayout::of`]; and a header beyond its limits.
+    pub fn sums_manifest(manifest: &Manifest) -> Result<Manifest, ReducerError> {
+        let layout = AccumulatorLayout::of(manifest)?;
+        let mut names: HashSet<String> =
+            manifest.tensors().iter().map(|tensor| tensor.name.clone()).collect();
+        let mut tensors: Vec<(String, Dtype, Vec<u64>)> = Vec::new();
+        let (mut end, mut before) = (0, Dtype::F32);
+        for tensor in manifest.tensors().iter().filter(|tensor| !tensor.range.is_empty()) {
+            let (dtype, sum_bytes) = match accumulator(&tensor.name, tensor.dtype)? {
+                AccumulatorType::F32 => (Dtype::F32, 4),
+                AccumulatorType::F64 => (Dtype::F64, 8),
+            };
+            let place = layout.range(tensor.range.clone(), tensor.dtype)?;
+            if place.start > end {
+                // Of the dtype before it, so that every run still begins at an aligned place.
+                let bytes = if before == Dtype::F32 { 4 } else { 8 };
+                let mut name = format!("gap before {}", tensor.name);
+                while !names.insert(name.clone()) {
+                    name.push('+');
+                }
+                tensors.push((name, before, vec![(place.start - end) / bytes]));
+            }
+            let elements = (place.end - place.start) / sum_bytes;
+            tensors.push((tensor.name.clone(), dtype, vec![elements]));
+            (end, before) = (place.end, dtype);
+        }
+        Manifest::from_tensors(tensors, &BTreeMap::new())
+            .map_err(|error| ReducerError::Sums { why: error.to_string() })
     }
 
     /// Whether every sum stands where its element stands in the data section, and is as large:

@@ -2,6 +2,7 @@
 //! has a socket or a clock.
 
 pub mod ring;
+pub mod tree;
 
 use std::net::IpAddr;
 

@@ -283,3 +283,18 @@ def test_the_end_of_an_attempt():
         0,
         "site-c is gone",
     ]
+
+
+def test_a_tree():
+    joined = read("client-message-12-join-as-edge", "text", "f64", "text", 16, "flag")
+    assert (joined[0], joined[1], joined[4]) == ("edge-a", 800.0, False)
+    leaf = ["text", "f64", "flag"]
+    fields = read(
+        "client-message-13-leaves",
+        *["varint", "flag", "varint", "flag", "varint", "varint", *leaf, *leaf, "text", "flag"],
+    )
+    # A zigzag varint: -11.
+    assert fields[:6] == [1, True, 21, False, 0, 2]
+    assert fields[6:] == ["site-a", 600.0, False, "site-b", 200.0, True, "is gone", True]
+    fold = read("aggregator-message-13-fold", "varint", "flag", "varint", "flag", 32)
+    assert fold == [1, True, 21, True, digest()]

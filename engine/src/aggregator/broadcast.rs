@@ -11,6 +11,7 @@ use crate::lane::send::{Outgoing, SendOrder, Sending, send};
 use crate::lane::{Inbox, start_lane};
 use crate::limits;
 use crate::paths::SendKind;
+use crate::reducer::WeightScale;
 use crate::source::region::RegionSource;
 use crate::wire::message::{AggregatorMessage, ChunkRange, ClientMessage};
 
@@ -22,6 +23,15 @@ pub(super) struct Broadcast {
     pub digest: [u8; 32],
     pub kind: SendKind,
     pub min_clients: usize,
+    /// Where it is no model, but the sums that one edge begins from.
+    pub fold: Option<Fold>,
+}
+
+/// Sums that go to one edge.
+#[derive(Clone, Copy)]
+pub(super) struct Fold {
+    pub peer: usize,
+    pub scale: WeightScale,
 }
 
 impl Broadcast {
@@ -65,6 +75,7 @@ impl Broadcast {
                 sums,
                 moved: shared.iter().map(|_| Moved::default()).collect(),
                 asked: vec![vec![0; inboxes.len()]; shared.len()],
+                has_sums: false,
                 running: inboxes.len(),
                 members,
             };
@@ -91,6 +102,8 @@ struct Broadcasting<'a> {
     moved: Vec<Moved>,
     /// Chunks that each client has asked for over its connection, on each stream.
     asked: Vec<Vec<usize>>,
+    /// Whether the edge has the sums.
+    has_sums: bool,
     running: usize,
     members: &'a mut Members,
 }
@@ -104,17 +117,26 @@ impl Broadcasting<'_> {
         }
         let ended = self.members.end_lanes(self.running, self.inboxes);
         result.and(ended)?;
-        Ok(self.members.peers.iter().filter(|peer| self.has_it(peer)).count())
+        if self.broadcast.fold.is_some() {
+            return Ok(self.has_sums.into());
+        }
+        Ok((0..self.members.peers.len()).filter(|&peer| self.has_it(peer)).count())
     }
 
-    fn has_it(&self, peer: &Peer) -> bool {
-        peer.holds == Some(self.broadcast.round)
+    /// Nothing is owed to those who are not meant.
+    fn has_it(&self, peer: usize) -> bool {
+        match self.broadcast.fold {
+            Some(fold) => fold.peer != peer || self.has_sums,
+            None => self.members.peers[peer].holds == Some(self.broadcast.round),
+        }
     }
 
     fn await_all(&mut self) -> Result<(), AggregatorError> {
         for index in 0..self.members.peers.len() {
-            if !self.has_it(&self.members.peers[index]) {
-                self.members.peers[index].holds = None;
+            if !self.has_it(index) {
+                if self.broadcast.fold.is_none() {
+                    self.members.peers[index].holds = None;
+                }
                 self.attach(index)?;
             }
         }
@@ -128,12 +150,13 @@ impl Broadcasting<'_> {
 
     /// Whether somebody has not got the model, or is lost and nobody has looked at that yet.
     fn is_owed(&self) -> bool {
-        let owed = |peer: &Peer| !peer.is_gone() && !self.has_it(peer);
-        !self.members.noticed.is_empty() || self.members.peers.iter().any(owed)
+        let owed = |(index, peer): (usize, &Peer)| !peer.is_gone() && !self.has_it(index);
+        !self.members.noticed.is_empty() || self.members.peers.iter().enumerate().any(owed)
     }
 
     fn react(&mut self, notice: Notice) -> Result<(), AggregatorError> {
         match notice {
+            Notice::Up(peer) if self.broadcast.fold.is_some_and(|fold| fold.peer != peer) => Ok(()),
             Notice::Up(peer) => {
                 self.tell_of_round(peer);
                 self.attach(peer)
@@ -183,7 +206,13 @@ impl Broadcasting<'_> {
         let (round, digest) = (self.broadcast.round, self.broadcast.digest);
         self.moved[peer] = Moved { bytes: 0, since: Some(Instant::now()) };
         self.asked[peer].fill(0);
-        self.members.tell(peer, &AggregatorMessage::Download { round, digest });
+        let message = match self.broadcast.fold {
+            Some(Fold { scale, .. }) => {
+                AggregatorMessage::Fold { round, scale, seed: Some(digest) }
+            }
+            None => AggregatorMessage::Download { round, digest },
+        };
+        self.members.tell(peer, &message);
         Ok(())
     }
 
@@ -193,7 +222,10 @@ impl Broadcasting<'_> {
                 if digest != self.broadcast.digest {
                     return Err(Fault::Digest);
                 }
-                self.members.peers[peer].holds = Some(round);
+                match self.broadcast.fold {
+                    Some(fold) => self.has_sums |= fold.peer == peer,
+                    None => self.members.peers[peer].holds = Some(round),
+                }
                 Ok(())
             }
             ClientMessage::Received { .. } => Err(unexpected("a confirmation")),
@@ -201,6 +233,8 @@ impl Broadcasting<'_> {
             ClientMessage::Prove { stream, chunks } => self.send(peer, stream, &chunks, true),
             // The last bytes may be here before the word that they come.
             ClientMessage::Uploading { round } if round == self.broadcast.round => Ok(()),
+            // Of an edge that comes back and says it again.
+            ClientMessage::Leaves { round, .. } if round == self.broadcast.round => Ok(()),
             _ => Err(unexpected("a message")),
         }
     }
@@ -246,7 +280,8 @@ impl Broadcasting<'_> {
             return Err(self.members.peers[peer].fault(fault));
         }
         let label = self.members.peers[peer].label();
-        tracing::warn!("{label}: {fault}; it has not got the model");
+        let what = if self.broadcast.fold.is_some() { "the sums" } else { "the model" };
+        tracing::warn!("{label}: {fault}; it has not got {what}");
         Ok(())
     }
 
@@ -258,7 +293,7 @@ impl Broadcasting<'_> {
         let patience = self.members.terms.deadline + saving;
         for index in 0..self.members.peers.len() {
             let peer = &self.members.peers[index];
-            let Some(up) = peer.up().filter(|_| !self.has_it(peer)) else { continue };
+            let Some(up) = peer.up().filter(|_| !self.has_it(index)) else { continue };
             // The last bytes may be on their way for long after our socket has taken them.
             let held: u64 = up.streams.iter().flatten().map(|c| c.unacknowledged_bytes()).sum();
             let taken = peer.shared.sent.load(Ordering::Relaxed).saturating_sub(held);

@@ -368,8 +368,10 @@ fn welcome_client(link: Link, hall: &Hall, until: Instant) -> Result<Visitor, Do
     let message = channel.reader.read_body(bytes)?;
     drop(room);
     channel.set_deadline(limits::HANDSHAKE)?;
+    let is_edge = matches!(message, ClientMessage::JoinAsEdge { .. });
     let visit = match message {
-        ClientMessage::Join { name, examples, header, place, resumes } => {
+        ClientMessage::Join { name, examples, header, place, resumes }
+        | ClientMessage::JoinAsEdge { name, examples, header, place, resumes } => {
             check_place(place, proven)?;
             check_name(&channel, &name, hall)?;
             let name = printable(&name);
@@ -382,6 +384,7 @@ fn welcome_client(link: Link, hall: &Hall, until: Instant) -> Result<Visitor, Do
                 place,
                 resumes,
                 rank: 0,
+                is_edge,
                 seat: None,
             }))
         }

@@ -13,6 +13,7 @@ use super::loss::Experience;
 use super::members::{
     Connection, Link, Members, Notice, Peer, Terms, connect, is_interruption, unexpected,
 };
+use super::tree::Tree;
 use super::upload::Upload;
 use super::{
     Admission, Aggregator, AggregatorConfig, Averaging, Event, Joined, Lanes, PeerShared, Session,
@@ -37,7 +38,17 @@ impl Aggregator {
     /// # Errors
     /// A client that leaves, brings another model or a weight or name that cannot be used ends
     /// the session for all; the error names it.
-    pub fn gather(mut self, manifest: Option<Manifest>) -> Result<Session, AggregatorError> {
+    pub fn gather(self, manifest: Option<Manifest>) -> Result<Session, AggregatorError> {
+        self.gather_and(manifest, |_, _, rounds| Ok(rounds))
+    }
+
+    /// As [`Aggregator::gather`]. Before clients hear the plan, `agree` hears what they bring: the model,
+    /// all of their examples, and the rounds that are configured; and says how many there will be.
+    pub(crate) fn gather_and(
+        mut self,
+        manifest: Option<Manifest>,
+        agree: impl FnOnce(&Manifest, f64, u32) -> Result<u32, AggregatorError>,
+    ) -> Result<Session, AggregatorError> {
         let listeners = Listeners::default();
         let deadline = self.config.deadline;
         let beat =
@@ -67,6 +78,10 @@ impl Aggregator {
             gathering.set_model(manifest)?;
         }
         if let Err(error) = gathering.collect() {
+            gathering.tell_all(&error);
+            return Err(error);
+        }
+        if let Err(error) = gathering.agree_on_rounds(agree) {
             gathering.tell_all(&error);
             return Err(error);
         }
@@ -161,6 +176,16 @@ impl Gathering {
             self.look_at_clock()?;
         }
         self.candidates.sort_by(|a, b| (a.rank, &a.name).cmp(&(b.rank, &b.name)));
+        Ok(())
+    }
+
+    fn agree_on_rounds(
+        &mut self,
+        agree: impl FnOnce(&Manifest, f64, u32) -> Result<u32, AggregatorError>,
+    ) -> Result<(), AggregatorError> {
+        let (manifest, _) = self.model.as_ref().ok_or_else(|| io::Error::other("no client"))?;
+        let examples = self.candidates.iter().map(|candidate| candidate.examples).sum();
+        self.aggregator.config.rounds = agree(manifest, examples, self.aggregator.config.rounds)?;
         Ok(())
     }
 
@@ -286,7 +311,8 @@ impl Gathering {
         let wants_header = joined.header.is_empty() && self.model.is_some();
         let (rank, name) = (joined.rank, joined.name.clone());
         let (address, examples) = (joined.address, joined.examples);
-        let shared = Arc::new(PeerShared::default());
+        let edge = joined.is_edge.then(Mutex::default);
+        let shared = Arc::new(PeerShared { edge, ..PeerShared::default() });
         let (config, events) = (&self.aggregator.config, &self.aggregator.sender);
         let times = (config.deadline, config.reconnect);
         let ways = (events, &self.listeners);
@@ -312,6 +338,9 @@ impl Gathering {
     fn check(&mut self, joined: &Joined) -> Result<Manifest, Fault> {
         check_name(&joined.name, self.is_taken(joined))?;
         check_examples(joined.examples)?;
+        if joined.is_edge && !self.aggregator.config.tree {
+            return Err(Fault::Edge);
+        }
         let session = self.model.as_ref().map(|(manifest, _)| manifest);
         let manifest = check_model(session, &joined.header)?;
         if session.is_none() {
@@ -358,10 +387,13 @@ impl Gathering {
             .map_err(|error| self.blame(error))
             .inspect_err(|e| self.tell_all(e))?;
         let lanes = Lanes::cut(&self.aggregator.config, &manifest, layout)?;
+        let config = &self.aggregator.config;
+        let tree =
+            config.tree.then(|| Tree::new(config, &manifest, lanes.ranges.len())).transpose()?;
         let warmed = self.warmed.take();
         let config = &self.aggregator.config;
         let min_clients = config.min_clients.unwrap_or(config.clients);
-        let (mut members, admission, kept) = self.agree(manifest, &lanes)?;
+        let (mut members, admission, kept) = self.agree(manifest, &lanes, tree.as_ref())?;
         let warmed = members.await_all(warmed, min_clients).inspect_err(|error| {
             members.tell_all(&AggregatorMessage::Failed { reason: printable(&error.to_string()) });
             if let Some(Err(error)) = kept.as_ref().map(Kept::end) {
@@ -373,6 +405,7 @@ impl Gathering {
         let mut session =
             self.aggregator.begin(min_clients, lanes, members, warmed, heartbeat, admission);
         session.kept = kept;
+        session.tree = tree;
         Ok(session)
     }
 
@@ -381,6 +414,7 @@ impl Gathering {
         &mut self,
         manifest: Manifest,
         lanes: &Lanes,
+        tree: Option<&Tree>,
     ) -> Result<(Members, Admission, Option<Kept>), AggregatorError> {
         let session = random()?;
         let clients = self.candidates.iter().map(|c| (c.name.clone(), c.address, c.examples));
@@ -400,7 +434,7 @@ impl Gathering {
         let (mut passes, mut plans) = (Vec::new(), Vec::new());
         for (index, candidate) in std::mem::take(&mut self.candidates).into_iter().enumerate() {
             let Candidate { name, address, examples, shared, mut connection, .. } = candidate;
-            shared.cut(lanes);
+            shared.cut(tree.filter(|_| shared.is_edge()).map_or(lanes, Tree::lanes));
             connection.streams.resize_with(lanes.ranges.len(), || None);
             passes.push((index as u32, members.pass(candidate.key, connection.id)));
             let plan = members.plan(index, connection.ticket, candidate.wants_header);
@@ -480,6 +514,7 @@ impl Aggregator {
                 min_clients,
                 round_deadline: config.round_deadline,
                 updates: config.updates,
+                before: None,
             },
             averaging: config.averaging,
             config,
@@ -497,6 +532,7 @@ impl Aggregator {
             experience: Experience::default(),
             phases: vec![phase],
             updates: Vec::new(),
+            tree: None,
             _heartbeat: heartbeat,
             _admission: admission,
         }
@@ -550,9 +586,20 @@ impl Lanes {
         manifest: &Manifest,
         layout: Option<AccumulatorLayout>,
     ) -> Result<Lanes, AggregatorError> {
-        let chunks = manifest.chunks(config.chunk_bytes)?;
+        let chunks = manifest.chunks(config.chunk_bytes)?.len();
         // More lanes than chunks would leave some without work.
-        let ranges = chunks.lanes(config.streams.min(chunks.len().max(1)));
+        let streams = config.streams.min(chunks.max(1));
+        Lanes::cut_into(config.chunk_bytes, streams, manifest, layout)
+    }
+
+    pub(super) fn cut_into(
+        chunk_bytes: u64,
+        streams: usize,
+        manifest: &Manifest,
+        layout: Option<AccumulatorLayout>,
+    ) -> Result<Lanes, AggregatorError> {
+        let chunks = manifest.chunks(chunk_bytes)?;
+        let ranges = chunks.lanes(streams);
         let signals: io::Result<_> = ranges.iter().map(|_| Signal::new().map(Arc::new)).collect();
         Ok(Lanes {
             chunks,
@@ -561,6 +608,7 @@ impl Lanes {
             tiles: ranges.iter().map(|_| TileMemory::default()).collect(),
             ranges,
             layout,
+            sums: None,
         })
     }
 }

@@ -482,6 +482,9 @@ impl Members {
                 why: "is taken by another client, which is connected; give each its own --name",
             });
         }
+        if joined.is_edge != peer.shared.is_edge() {
+            return Err(Fault::Name { why: "belongs to another client" });
+        }
         if joined.examples.to_bits() != peer.examples.to_bits() {
             let why = "is another one than before";
             return Err(Fault::Weight { examples: joined.examples, why });
@@ -632,6 +635,7 @@ impl PeerShared {
         if let Some(findings) = self.findings.get() {
             findings.clear();
         }
+        self.forget_report();
         self.began.store(ready, Ordering::SeqCst);
         self.came.store(0, Ordering::Relaxed);
         self.round.store(round, Ordering::SeqCst);

@@ -195,6 +195,10 @@ impl Session {
 
     /// Gives the updates that were received whole.
     fn run_round(&mut self) -> Result<Vec<Region>, AggregatorError> {
+        if self.tree.is_some() {
+            let averaged = self.average_tree();
+            return self.end_on_error(averaged).map(|()| Vec::new());
+        }
         self.round += 1;
         let round = self.round;
         self.updates.clear();
@@ -245,14 +249,14 @@ impl Session {
     }
 
     /// Whose updates are not expected from the start.
-    fn absent(&self) -> Vec<bool> {
+    pub(super) fn absent(&self) -> Vec<bool> {
         // Who came back too late for the last model cannot have trained on it.
         let lacks = |peer: &Peer| self.sent.is_some() && peer.holds != self.sent;
         let peers = self.members.peers.iter();
         peers.map(|peer| peer.is_gone() || lacks(peer)).collect()
     }
 
-    fn receive_updates(
+    pub(super) fn receive_updates(
         &mut self,
         base: Option<&[u8]>,
     ) -> Result<(Option<Model>, Vec<Region>), AggregatorError> {
@@ -270,9 +274,8 @@ impl Session {
         self.averaging = averaging;
         let has_mean = self.lanes.layout.is_some();
         let mut sums = vec![0; if has_mean { self.lanes.chunks.len() } else { 0 }];
+        self.start_peers();
         for (index, peer) in self.members.peers.iter_mut().enumerate() {
-            peer.shared.start_round(round, self.ready);
-            peer.begin_round();
             if lost[index] && !absent[index] {
                 peer.left_out = LEFT_OUT_BEFORE.into();
             }
@@ -292,7 +295,7 @@ impl Session {
             _ => Vec::new(),
         };
         self.phases.extend([wait, upload.received_by(self.config.receive_path)]);
-        if averaging == Averaging::Spool {
+        if averaging == Averaging::Spool && !self.keeps_updates() {
             let meter = Meter::start("average", round);
             self.average(&mut regions, &mut sums, &factors, base)?;
             let updates = self.counted.iter().filter(|&&counted| counted).count() as u64;
@@ -306,12 +309,24 @@ impl Session {
         Ok((region.map(|region| Model { region: Arc::new(region), sums }), spool))
     }
 
+    /// Nothing has come from anybody in this round.
+    pub(super) fn start_peers(&mut self) {
+        for peer in &mut self.members.peers {
+            peer.shared.start_round(self.round, self.ready);
+            peer.begin_round();
+        }
+        self.ask_edges();
+    }
+
     /// Begins a round, or goes on with the one that an earlier process began.
     fn begin_round(&mut self) -> Result<Begun, AggregatorError> {
         if let Some(begun) = self.kept.as_mut().and_then(Kept::take_begun) {
             return Ok(begun);
         }
-        let absent = self.absent();
+        let edges = self.members.peers.iter().map(|peer| peer.shared.is_edge());
+        // Edges send later.
+        let absent = self.absent().into_iter().zip(edges).map(|(absent, edge)| absent || edge);
+        let absent: Vec<bool> = absent.collect();
         let averaging = self.choose_averaging(&absent)?;
         let regions = self.take_regions(averaging)?;
         Ok(Begun { averaging, lost: absent.clone(), absent, regions })
@@ -320,6 +335,9 @@ impl Session {
     /// Whether updates are averaged while they arrive, or when they are whole.
     fn choose_averaging(&mut self, lost: &[bool]) -> Result<Averaging, AggregatorError> {
         let Averaging::Streaming = self.config.averaging else { return Ok(self.config.averaging) };
+        if self.keeps_updates() {
+            return Ok(Averaging::Spool);
+        }
         if self.ready {
             // Of an exchange, which has no rounds to learn from.
             return Ok(Averaging::Streaming);
@@ -382,7 +400,9 @@ impl Session {
                 for peer in (0..lost.len()).filter(|&peer| lost[peer] && !absent[peer]) {
                     weights.lose(peer)?;
                 }
-                let sinks = lanes.mean_sinks(&weights, &lost, regions, sums, None)?;
+                // In a tree sums stay sums.
+                let wave = self.tree.as_ref().map(|_| Wave { carry: None });
+                let sinks = lanes.mean_sinks(&weights, &lost, regions, sums, wave)?;
                 let sinks = sinks.into_iter().map(|sink| sink.noting(ledgers.next())).collect();
                 upload.run(lanes, people, sinks, lost, seen, clock)
             }
@@ -419,7 +439,8 @@ impl Session {
         for (index, factor) in factors.iter_mut().enumerate() {
             self.updates.extend(self.rejected_early(index));
             let peer = &self.members.peers[index];
-            let Some(findings) = peer.shared.findings.get().filter(|_| self.counted[index]) else {
+            let is_judged = self.counted[index] && !peer.shared.is_edge();
+            let Some(findings) = peer.shared.findings.get().filter(|_| is_judged) else {
                 continue;
             };
             let summary = findings.summary(self.manifest(), &self.lanes.chunks)?;
@@ -466,7 +487,7 @@ impl Session {
     }
 
     /// Makes zero what is not finite in updates that were received whole.
-    fn clean(&self, spool: &mut [Region]) -> Result<(), AggregatorError> {
+    pub(super) fn clean(&self, spool: &mut [Region]) -> Result<(), AggregatorError> {
         let zeroed = self
             .updates
             .iter()
@@ -501,7 +522,8 @@ impl Session {
         let model = base.filter(|_| weights.clients() > peers);
         lost.extend(model.map(|_| false));
         let Lanes { chunks, ranges, .. } = &self.lanes;
-        let sinks = self.lanes.mean_sinks(&weights, &lost, regions, sums, None)?;
+        let wave = self.tree.as_ref().map(|_| Wave { carry: None });
+        let sinks = self.lanes.mean_sinks(&weights, &lost, regions, sums, wave)?;
         let work = |mut sink: MeanSink<'_>, range: Range<usize>| {
             let updates = spool.iter().map(|region| region.bytes()).chain(model);
             let counted = updates.enumerate().filter(|(peer, _)| !lost[*peer]);
@@ -564,6 +586,7 @@ impl Session {
             digest,
             kind,
             min_clients,
+            fold: None,
         };
         let confirmed = broadcast.run(&self.lanes, &mut self.members, &source, &model.sums)?;
         let phase = meter.stop(self.manifest().data_bytes() * confirmed as u64);
@@ -610,7 +633,7 @@ impl Lanes {
         RegionSource::seal(manifest, region, &self.chunks, self.ranges.len()).into_sums()
     }
 
-    fn mean_sinks<'s>(
+    pub(super) fn mean_sinks<'s>(
         &'s self,
         weights: &Weights,
         lost: &[bool],

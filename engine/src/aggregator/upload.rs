@@ -15,7 +15,7 @@ use crate::lane::receive::{
 };
 use crate::lane::{ConnectionId, Inbox, start_lane};
 use crate::limits;
-use crate::manifest::ChunkTable;
+use crate::manifest::{ChunkTable, Manifest};
 use crate::meter::{Meter, Phase};
 use crate::paths::ReceiveKind;
 use crate::sink::Sink;
@@ -66,6 +66,8 @@ pub(super) struct Upload {
     pub round_deadline: Option<Duration>,
     /// What is done with bad updates.
     pub updates: UpdatePolicy,
+    /// What a client has to hear before it is asked for its update.
+    pub before: Option<AggregatorMessage>,
 }
 
 impl Upload {
@@ -128,6 +130,7 @@ impl Upload {
                 kept,
                 inboxes: &inboxes,
                 chunks: &lanes.chunks,
+                sums: lanes.sums.as_ref(),
                 clock,
                 whole: vec![vec![false; shared.len()]; running],
                 losses: vec![lost.iter().filter(|&&lost| lost).count(); running],
@@ -147,6 +150,8 @@ struct Uploading<'a> {
     kept: &'a mut Option<Kept>,
     inboxes: &'a [Inbox<ReceiveOrder>],
     chunks: &'a ChunkTable,
+    /// What is cut up, if it is not the model.
+    sums: Option<&'a Manifest>,
     clock: &'a UploadClock,
     /// Of each lane: whose chunks have all come.
     whole: Vec<Vec<bool>>,
@@ -239,6 +244,7 @@ impl Uploading<'_> {
             return Ok(());
         }
         let round = self.clock.round;
+        self.upload.before.iter().for_each(|message| self.members.tell(peer, message));
         self.members.tell(peer, &AggregatorMessage::Upload { round });
         for (inbox, channel) in self.inboxes.iter().zip(channels) {
             inbox.put(ReceiveOrder::Attach { peer, connection, channel, doubted });
@@ -253,6 +259,10 @@ impl Uploading<'_> {
                 self.clock.begin();
                 Ok(())
             }
+            // Said again of the sums that it began from.
+            ClientMessage::Received { .. } if self.upload.before.is_some() => Ok(()),
+            // An edge is ready, while others upload.
+            ClientMessage::Leaves { .. } => Ok(()),
             message => {
                 let what = match message {
                     ClientMessage::Received { .. } => "a confirmation",
@@ -314,7 +324,7 @@ impl Uploading<'_> {
         let chunk = self.chunks.get(chunk);
         let element_bytes = chunk.dtype.bitsize() as u64 / 8;
         let byte = chunk.bytes.start + index * element_bytes;
-        let tensor = self.members.terms.manifest.tensor_at(byte);
+        let tensor = self.sums.unwrap_or(&self.members.terms.manifest).tensor_at(byte);
         let name = tensor.map_or_else(String::new, |tensor| tensor.name.clone());
         let start = tensor.map_or(byte, |tensor| tensor.range.start);
         Fault::Nonfinite { tensor: name, index: (byte - start) / element_bytes }

@@ -60,6 +60,8 @@ pub(super) struct Dialler {
     pub config: ClientConfig,
     /// The model's header, if the client knows it.
     pub header: Vec<u8>,
+    /// Whether it will send sums.
+    pub is_edge: bool,
     pub canceller: Canceller,
 }
 
@@ -87,12 +89,11 @@ impl Dialler {
         let ControlChannel { mut reader, writer, binding } =
             opened.map_err(|error| not_let_in(error, &config.secret, address))?;
         self.canceller.watch(&writer)?;
-        let join = ClientMessage::Join {
-            name: config.name.clone(),
-            examples: config.examples,
-            header: self.header.clone(),
-            place: config.secret.place(),
-            resumes,
+        let (name, examples) = (config.name.clone(), config.examples);
+        let (header, place) = (self.header.clone(), config.secret.place());
+        let join = match self.is_edge {
+            true => ClientMessage::JoinAsEdge { name, examples, header, place, resumes },
+            false => ClientMessage::Join { name, examples, header, place, resumes },
         };
         writer.send(&join).map_err(at)?;
         self.canceller.state().answered = true;
@@ -272,8 +273,14 @@ impl Keeper {
                     let Some(share) = unheard.take(bytes + limits::UNHEARD_BYTES) else {
                         return Some(ProtocolError::Flood.into());
                     };
-                    if let AggregatorMessage::Download { round, digest } = message {
-                        self.shared.begin_download(round, digest);
+                    match message {
+                        AggregatorMessage::Download { round, digest } => {
+                            self.shared.begin_download(round, digest);
+                        }
+                        AggregatorMessage::Fold { round, seed: Some(digest), .. } => {
+                            self.shared.begin_seed(round, digest);
+                        }
+                        _ => {}
                     }
                     let is_last = matches!(message, AggregatorMessage::Failed { .. });
                     if self.events.send(Event::Message { message, _unheard: share }).is_err()

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use super::{Client, Event, Lanes, Line, Notice, Target};
+use super::{Client, Event, Lanes, Line, Notice, Target, Uploaded};
 use crate::control::{Writer, printable};
 use crate::error::{ClientError, LaneError, ProtocolError};
 use crate::lane::receive::{
@@ -16,11 +16,14 @@ use crate::lane::send::{Announce, Outgoing, SendOrder, Sending, send};
 use crate::lane::{Inbox, start_lane};
 use crate::meter::Meter;
 use crate::paths::SendKind;
+use crate::reducer::WeightScale;
+use crate::region::Region;
 use crate::sink::Sink;
 use crate::sink::discard::DiscardSink;
 use crate::sink::file::FileSink;
 use crate::sink::region::{Part, RegionSink};
 use crate::source::Source;
+use crate::topology::tree::SumsReport;
 use crate::wire::checksum::model_digest;
 use crate::wire::message::{AggregatorMessage, ChunkRange, ClientMessage, WireSum};
 
@@ -39,20 +42,49 @@ impl Client {
         round: u32,
         source: &dyn Source,
     ) -> Result<Option<String>, ClientError> {
-        if let Some(difference) = self.lanes.manifest.first_difference(source.manifest()) {
+        match self.upload_either(round, source, None)? {
+            Uploaded::Applied { left_out } => Ok(left_out),
+            Uploaded::Again => Err(self.unexpected("a message")),
+        }
+    }
+
+    /// Of an edge: says whose updates it has, before it sends their sums.
+    pub(crate) fn report(&mut self, round: u32, report: &SumsReport) {
+        self.uploaded = round;
+        report.messages(round).iter().for_each(|message| self.line.tell(message));
+    }
+
+    /// As [`Client::upload`] of an edge, with what it says of its sums.
+    pub(crate) fn upload_sums(
+        &mut self,
+        round: u32,
+        source: &dyn Source,
+        report: &Reported<'_>,
+    ) -> Result<Uploaded, ClientError> {
+        self.upload_either(round, source, Some(report))
+    }
+
+    fn upload_either(
+        &mut self,
+        round: u32,
+        source: &dyn Source,
+        report: Option<&Reported<'_>>,
+    ) -> Result<Uploaded, ClientError> {
+        let lanes = report.and(self.sums.as_ref()).unwrap_or(&self.lanes);
+        if let Some(difference) = lanes.manifest.first_difference(source.manifest()) {
             return Err(ClientError::Model { difference });
         }
         let kind = SendKind::choose(self.config.send_path, source)?;
         let meter = Meter::start("upload", round);
         self.uploaded = round;
         self.line.shared.sent.store(0, Ordering::Relaxed);
-        let known = source.checksums(self.lanes.chunks.chunk_bytes());
+        let known = source.checksums(lanes.chunks.chunk_bytes());
         let shared = self.line.shared.clone();
-        let (lanes, line) = (&self.lanes, &mut self.line);
+        let line = &mut self.line;
         let inboxes = inboxes(lanes);
         // Whom lanes announce checksums to: the newest connection.
         let writer = Mutex::new(line.link.as_ref().map(|link| link.writer.clone()));
-        let left_out = std::thread::scope(|scope| {
+        let uploaded = std::thread::scope(|scope| {
             for inbox in &inboxes {
                 let (shared, writer) = (&shared, &writer);
                 let (sender, ended) = (line.sender.clone(), line.sender.clone());
@@ -83,12 +115,13 @@ impl Client {
                 inboxes: &inboxes,
                 known,
                 writer: &writer,
+                report,
                 running,
             };
             uploading.run()
         })?;
-        self.phases.push(meter.stop(self.lanes.manifest.data_bytes()).sent_by(kind));
-        Ok(left_out)
+        self.phases.push(meter.stop(lanes.manifest.data_bytes()).sent_by(kind));
+        Ok(uploaded)
     }
 
     /// Receives the model of `round` into `target` and checks every chunk and the digest of the
@@ -110,29 +143,15 @@ impl Client {
         match target {
             Target::Check => {
                 let sinks = ranges.iter().map(|_| DiscardSink { checks: true }).collect();
-                self.receive_model(round, digest, sinks)?;
+                self.receive_model(round, digest, sinks, false)?;
             }
             Target::File(file) => {
                 let sinks = ranges.iter().map(|_| FileSink::new(file)).collect();
-                self.receive_model(round, digest, sinks)?;
+                self.receive_model(round, digest, sinks, false)?;
             }
             Target::Region(region) => {
-                let bytes = region.bytes().len() as u64;
-                let model_bytes = self.lanes.manifest.data_bytes();
-                if bytes != model_bytes {
-                    return Err(ClientError::Size { bytes, model_bytes });
-                }
-                let position = region.position();
-                let (mut rest, file) = region.bytes_mut();
-                let mut sinks = Vec::new();
-                for lane in &ranges {
-                    let range = self.lanes.chunks.bytes_of(lane);
-                    let (bytes, after) = rest.split_at_mut((range.end - range.start) as usize);
-                    rest = after;
-                    let part = Part { bytes, file, position, start: range.start };
-                    sinks.push(RegionSink::new(vec![part]));
-                }
-                self.receive_model(round, digest, sinks)?;
+                let sinks = region_sinks(&self.lanes, region)?;
+                self.receive_model(round, digest, sinks, false)?;
             }
         }
         if self.received_digest() != digest {
@@ -143,14 +162,45 @@ impl Client {
         Ok(())
     }
 
+    /// Receives the sums that an edge is to begin from into `region`, and confirms them.
+    pub(crate) fn download_sums(
+        &mut self,
+        round: u32,
+        digest: [u8; 32],
+        region: &mut Region,
+    ) -> Result<(), ClientError> {
+        let unexpected = |line: &Line| line.unexpected("sums");
+        let lanes = self.sums.as_ref().ok_or_else(|| unexpected(&self.line))?;
+        let meter = Meter::start("begin from", round);
+        self.line.shared.came.store(0, Ordering::Relaxed);
+        let sinks = region_sinks(lanes, region)?;
+        let (layout, bytes) = (lanes.manifest.layout_digest(), lanes.manifest.data_bytes());
+        let chunk_bytes = lanes.chunks.chunk_bytes();
+        self.receive_model(round, digest, sinks, true)?;
+        let sums = self.line.shared.seed.as_ref().map(|seed| seed.all()).unwrap_or_default();
+        if model_digest(&layout, chunk_bytes, &sums) != digest {
+            return Err(ClientError::Digest { address: self.line.address.clone() });
+        }
+        self.confirm_sums(round, digest);
+        self.phases.push(meter.stop(bytes).received_by(self.config.receive_path));
+        Ok(())
+    }
+
+    /// Tells the aggregator that the sums are here.
+    pub(crate) fn confirm_sums(&self, round: u32, digest: [u8; 32]) {
+        self.line.tell(&ClientMessage::Received { round, digest });
+    }
+
     fn receive_model<S: Sink>(
         &mut self,
         round: u32,
         digest: [u8; 32],
         sinks: Vec<S>,
+        is_seed: bool,
     ) -> Result<(), ClientError> {
         let shared = self.line.shared.clone();
-        let (lanes, line) = (&self.lanes, &mut self.line);
+        let lanes = self.sums.as_ref().filter(|_| is_seed).unwrap_or(&self.lanes);
+        let line = &mut self.line;
         let (kind, inboxes) = (self.config.receive_path, inboxes(lanes));
         let stall = Some(Duration::from_millis(line.plan.deadline_ms) / 2);
         std::thread::scope(|scope| {
@@ -159,7 +209,8 @@ impl Client {
                 let (range, buffers) = (lanes.ranges[lane].clone(), &lanes.buffers[lane]);
                 let (sender, ended) = (line.sender.clone(), line.sender.clone());
                 let work = move || {
-                    let sums = shared.sums.lane(lane);
+                    let seed = shared.seed.as_ref().filter(|_| is_seed);
+                    let sums = seed.unwrap_or(&shared.sums).lane(lane);
                     let shared = Shared {
                         sums,
                         began: &shared.began,
@@ -184,7 +235,7 @@ impl Client {
             let running = inboxes.len();
             let whole = vec![false; running];
             let inboxes = &inboxes;
-            Downloading { round, digest, line, inboxes, whole, running }.run()
+            Downloading { round, digest, is_seed, line, inboxes, whole, running }.run()
         })
     }
 
@@ -197,6 +248,37 @@ impl Client {
         let layout = self.lanes.manifest.layout_digest();
         model_digest(&layout, self.lanes.chunks.chunk_bytes(), &self.received_sums())
     }
+}
+
+/// What an edge says of the sums that it sends.
+pub(crate) struct Reported<'a> {
+    /// Whose updates they hold.
+    pub report: &'a SumsReport,
+    /// Where they were made in turn: the scale of their weights, and the sums that they began from.
+    pub fold: Option<(WeightScale, Option<[u8; 32]>)>,
+}
+
+/// Sinks of all lanes into a region of the size of what comes.
+fn region_sinks<'s>(
+    lanes: &Lanes,
+    region: &'s mut Region,
+) -> Result<Vec<RegionSink<'s>>, ClientError> {
+    let bytes = region.bytes().len() as u64;
+    let model_bytes = lanes.manifest.data_bytes();
+    if bytes != model_bytes {
+        return Err(ClientError::Size { bytes, model_bytes });
+    }
+    let position = region.position();
+    let (mut rest, file) = region.bytes_mut();
+    let mut sinks = Vec::new();
+    for lane in &lanes.ranges {
+        let range = lanes.chunks.bytes_of(lane);
+        let (bytes, after) = rest.split_at_mut((range.end - range.start) as usize);
+        rest = after;
+        let part = Part { bytes, file, position, start: range.start };
+        sinks.push(RegionSink::new(vec![part]));
+    }
+    Ok(sinks)
 }
 
 fn inboxes<T>(lanes: &Lanes) -> Vec<Inbox<T>> {
@@ -252,16 +334,18 @@ struct Uploading<'a> {
     /// The checksums of the source, where it knows them.
     known: Option<&'a [u64]>,
     writer: &'a Mutex<Option<std::sync::Arc<Writer>>>,
+    /// Of an edge.
+    report: Option<&'a Reported<'a>>,
     running: usize,
 }
 
 impl Uploading<'_> {
-    fn run(&mut self) -> Result<Option<String>, ClientError> {
+    fn run(&mut self) -> Result<Uploaded, ClientError> {
         let result = self.until_applied();
         end_lanes(self.line, self.running, self.inboxes, || SendOrder::Finish, result)
     }
 
-    fn until_applied(&mut self) -> Result<Option<String>, ClientError> {
+    fn until_applied(&mut self) -> Result<Uploaded, ClientError> {
         self.attach();
         while let Some(wanted) = self.line.wanted.pop_front() {
             self.hear(wanted)?;
@@ -271,20 +355,31 @@ impl Uploading<'_> {
                 Notice::Message(AggregatorMessage::Applied { round, left_out })
                     if round == self.round =>
                 {
-                    return Ok(left_out.map(|why| printable(&why)));
+                    let left_out = left_out.map(|why| printable(&why));
+                    return Ok(Uploaded::Applied { left_out });
+                }
+                Notice::Message(AggregatorMessage::Fold { round, scale, seed })
+                    if round == self.round && self.report.is_some() =>
+                {
+                    // Said again after an interruption.
+                    if self.report.is_some_and(|said| said.fold == Some((scale, seed))) {
+                        continue;
+                    }
+                    self.line.early.push_front(AggregatorMessage::Fold { round, scale, seed });
+                    return Ok(Uploaded::Again);
                 }
                 // The round went on while the connection was broken.
                 Notice::Message(
                     later @ (AggregatorMessage::Download { .. } | AggregatorMessage::Done),
                 ) if self.line.came_back => {
                     self.line.early.push_front(later);
-                    return Ok(Some(WENT_ON.into()));
+                    return Ok(Uploaded::Applied { left_out: Some(WENT_ON.into()) });
                 }
                 Notice::Message(AggregatorMessage::Upload { round })
                     if self.line.came_back && round != self.round =>
                 {
                     self.line.early.push_front(AggregatorMessage::Upload { round });
-                    return Ok(Some(WENT_ON.into()));
+                    return Ok(Uploaded::Applied { left_out: Some(WENT_ON.into()) });
                 }
                 Notice::Message(AggregatorMessage::Applied { .. }) if self.line.came_back => {}
                 Notice::Message(message) => self.hear(message)?,
@@ -312,6 +407,9 @@ impl Uploading<'_> {
         for (inbox, channel) in self.inboxes.iter().zip(&link.streams) {
             let (connection, channel) = (link.id, channel.clone());
             inbox.put(SendOrder::Attach { peer: 0, connection, channel });
+        }
+        if let Some(said) = self.report {
+            said.report.messages(self.round).iter().for_each(|message| self.line.tell(message));
         }
         self.line.tell(&ClientMessage::Uploading { round: self.round });
     }
@@ -355,6 +453,8 @@ impl Uploading<'_> {
 struct Downloading<'a> {
     round: u32,
     digest: [u8; 32],
+    /// Whether it is no model but the sums that an edge is to begin from.
+    is_seed: bool,
     line: &'a mut Line,
     inboxes: &'a [Inbox<ReceiveOrder>],
     whole: Vec<bool>,
@@ -371,8 +471,13 @@ impl Downloading<'_> {
         self.attach()?;
         while !self.whole.iter().all(|whole| *whole) {
             match self.line.next()? {
+                Notice::Message(AggregatorMessage::Fold { round, seed: Some(seed), .. })
+                    if self.is_seed && (round, seed) == (self.round, self.digest) =>
+                {
+                    self.attach()?;
+                }
                 Notice::Message(AggregatorMessage::Download { round, digest }) => {
-                    if (round, digest) != (self.round, self.digest) {
+                    if self.is_seed || (round, digest) != (self.round, self.digest) {
                         return Err(self.line.unexpected("another model"));
                     }
                     self.attach()?;

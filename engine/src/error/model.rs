@@ -372,6 +372,12 @@ pub enum ReducerError {
         /// The weight it was given.
         weight: f64,
     },
+    /// The sums of a model cannot be described as a model.
+    #[error("the sums of this model cannot be sent: {why}")]
+    Sums {
+        /// What is wrong with its manifest.
+        why: String,
+    },
     /// No weight is positive.
     #[error("the weights sum to zero; at least one client needs a positive weight")]
     NoWeight,

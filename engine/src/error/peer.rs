@@ -341,6 +341,12 @@ pub enum Fault {
         /// What is wrong with it.
         why: &'static str,
     },
+    /// It brings sums, where nobody adds them up.
+    #[error("it is an edge, and this aggregator takes none: start it with --topology tree")]
+    Edge,
+    /// Its sums are made in another order than the mean.
+    #[error("it averages in another order: give the same --order to the whole tree")]
+    Order,
     /// Its name cannot be used.
     #[error("its name {why}")]
     Name {
@@ -412,6 +418,18 @@ pub enum AggregatorError {
         least: u64,
         /// The largest value.
         most: u64,
+    },
+    /// An edge has lost the aggregator above it.
+    #[error("above this edge: {why}")]
+    Above {
+        /// What happened there.
+        why: String,
+    },
+    /// What a tree does not do.
+    #[error("{what} does not work in a tree: leave it out")]
+    Tree {
+        /// The option.
+        what: &'static str,
     },
     /// A norm that nothing can be clipped to.
     #[error("the clip norm is {clip_norm}; it must be finite and above zero")]

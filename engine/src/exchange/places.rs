@@ -215,6 +215,9 @@ impl Places {
                     }
                 }
             }
+            Visit::Join(client) if client.is_edge => {
+                refuse(&client.channel, &crate::error::Fault::Edge.to_string());
+            }
             Visit::Join(client) => self.receive_client(client),
         }
     }

@@ -53,7 +53,7 @@ impl Weights {
             return Ok(plain);
         }
         let shift = -exponent(checked_sum(weights)?) - 2;
-        let mut clients = plain.clients;
+        let mut clients = plain.clients.clone();
         let mut rest = 0.0;
         for ((client, &weight), &factor) in clients.iter_mut().zip(weights).zip(factors) {
             let scaled = times_power_of_two(weight, shift);
@@ -67,7 +67,7 @@ impl Weights {
         if base == ClipBase::Zero {
             clients.pop();
         }
-        Ok(Weights { clients, denominator })
+        Ok(Weights { clients, denominator, ..plain })
     }
 }
 

@@ -627,6 +627,9 @@ impl Coordinator {
         let taken = self.peers.iter().any(|peer| peer.name == joined.name);
         check_name(&joined.name, taken)?;
         check_examples(joined.examples)?;
+        if joined.is_edge {
+            return Err(Fault::Edge);
+        }
         check_model(self.model.as_ref(), &joined.header)
     }
 }

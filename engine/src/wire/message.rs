@@ -113,6 +113,46 @@ pub enum ClientMessage {
         /// One line for people.
         reason: String,
     },
+    /// First message of an edge, which will send the sums of its own clients' updates. As `Join`.
+    JoinAsEdge {
+        /// Name for logs and for `order = client`; unique in a session.
+        name: String,
+        /// Number of training examples of all its clients.
+        examples: f64,
+        /// The safetensors header of the model.
+        header: Vec<u8>,
+        /// What it comes for.
+        place: Place,
+        /// The ticket of its last plan, if its connection broke and it comes again.
+        resumes: Option<Ticket>,
+    },
+    /// Of an edge: whose updates its sums of this round hold. Long lists come in several messages.
+    Leaves {
+        /// The round.
+        round: u32,
+        /// The power of two that the weights of these sums are scaled with; none for one client that
+        /// is alone, and for sums that wait for a `Fold`.
+        scale: Option<i32>,
+        /// Whether it waits for a `Fold`.
+        in_order: bool,
+        /// How many leaves were in earlier messages; 0 begins anew.
+        first: u32,
+        /// The leaves, in the order of their names.
+        leaves: Vec<Leaf>,
+        /// Whether these are the last ones.
+        last: bool,
+    },
+}
+
+/// A client somewhere below an edge.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Leaf {
+    /// Its name, after those of the edges between, each with a slash.
+    pub name: String,
+    /// Its weight.
+    pub examples: f64,
+    /// Why its update is not in the sums, if it is not.
+    pub left_out: Option<String>,
 }
 
 /// From the aggregator to a client.
@@ -182,6 +222,15 @@ pub enum AggregatorMessage {
         attempt: u32,
         /// One line for people.
         reason: String,
+    },
+    /// To an edge, where clients are averaged in turn: it is its turn to add its clients' updates.
+    Fold {
+        /// The round.
+        round: u32,
+        /// The power of two that all weights are scaled with; none for one client that is alone.
+        scale: Option<i32>,
+        /// Digest of the sums that it begins from, which are sent to it now; none if it is the first.
+        seed: Option<[u8; 32]>,
     },
 }
 

@@ -6,7 +6,7 @@ use fedlane::wire::frame;
 use fedlane::wire::hello::{Answer, Channel, DataHello, Opening, Preamble, Reply, Secret};
 use fedlane::wire::keys::{Binding, ControlKeys, Side};
 use fedlane::wire::message::{
-    AggregatorMessage, ChunkRange, ClientMessage, Plan, RingTerms, Turn, WireSum,
+    AggregatorMessage, ChunkRange, ClientMessage, Leaf, Plan, RingTerms, Turn, WireSum,
 };
 use serde::Serialize;
 use zerocopy::IntoBytes;
@@ -251,6 +251,8 @@ fn client_messages() -> Vec<Example> {
                 (13, "\"it was closed\""),
             ],
         ),
+        example("12-join-as-edge", join_as_edge(), JOIN_AS_EDGE_PARTS),
+        example("13-leaves", leaves(), LEAVES_PARTS),
     ]
 }
 
@@ -352,7 +354,75 @@ fn aggregator_messages() -> Vec<Example> {
                 (14, "\"site-c is gone\""),
             ],
         ),
+        example(
+            "13-fold",
+            AggregatorMessage::Fold { round: 1, scale: Some(-11), seed: Some(digest()) },
+            &[
+                (1, "message 13: fold"),
+                (1, "round 1"),
+                (2, "scale: 2 to the power of -11"),
+                (1, "there are sums to begin from"),
+                (32, "their digest"),
+            ],
+        ),
     ]
+}
+
+const JOIN_AS_EDGE_PARTS: &[(usize, &str)] = &[
+    (1, "message 12: join as edge"),
+    (1, "name: 6 bytes"),
+    (6, "\"edge-a\""),
+    (8, "examples: 800.0"),
+    (1, "header: 54 bytes"),
+    (54, "the JSON, as it stands in the file"),
+    (16, "place: the only session"),
+    (1, "resumes nothing"),
+];
+
+fn join_as_edge() -> ClientMessage {
+    ClientMessage::JoinAsEdge {
+        name: "edge-a".into(),
+        examples: 800.0,
+        header: HEADER.to_vec(),
+        place: Secret::OPEN.place(),
+        resumes: None,
+    }
+}
+
+const LEAVES_PARTS: &[(usize, &str)] = &[
+    (1, "message 13: leaves"),
+    (1, "round 1"),
+    (2, "scale: 2 to the power of -11"),
+    (1, "it waits for no turn"),
+    (1, "no leaf before these"),
+    (1, "2 leaves"),
+    (1, "name: 6 bytes"),
+    (6, "\"site-a\""),
+    (8, "examples: 600.0"),
+    (1, "its update is in the sums"),
+    (1, "name: 6 bytes"),
+    (6, "\"site-b\""),
+    (8, "examples: 200.0"),
+    (1, "its update is not"),
+    (1, "reason: 7 bytes"),
+    (7, "\"is gone\""),
+    (1, "these are the last"),
+];
+
+fn leaves() -> ClientMessage {
+    let leaf = |name: &str, examples, left_out: Option<&str>| Leaf {
+        name: name.into(),
+        examples,
+        left_out: left_out.map(Into::into),
+    };
+    ClientMessage::Leaves {
+        round: 1,
+        scale: Some(-11),
+        in_order: false,
+        first: 0,
+        leaves: vec![leaf("site-a", 600.0, None), leaf("site-b", 200.0, Some("is gone"))],
+        last: true,
+    }
 }
 
 const READY_PARTS: &[(usize, &str)] = &[
