@@ -80,6 +80,10 @@ pub struct RunningEdge {
     manifest: Manifest,
     /// The newest round for which everything below has come, unless it is over.
     collected: Option<Round>,
+    /// The round whose model went down last.
+    passed_down: u32,
+    /// What was done besides, and is to be said next.
+    said_next: Option<EdgeStep>,
 }
 
 /// A round of the aggregator above.
@@ -160,6 +164,8 @@ impl Edge {
             canceller: ends_session,
             local_rounds: config.local_rounds,
             collected: None,
+            passed_down: 0,
+            said_next: None,
         })
     }
 }
@@ -200,6 +206,9 @@ impl RunningEdge {
     }
 
     fn try_step(&mut self) -> Result<Option<EdgeStep>, AggregatorError> {
+        if let Some(step) = self.said_next.take() {
+            return Ok(Some(step));
+        }
         if let Some(local) = self.next_local_round()? {
             return Ok(Some(local));
         }
@@ -327,6 +336,7 @@ impl RunningEdge {
         round: u32,
         digest: [u8; 32],
     ) -> Result<Option<EdgeStep>, AggregatorError> {
+        let left_out = self.left_out();
         self.release(Some(PASSED_OVER));
         let mut region = self.session.take_region(self.session.manifest().data_bytes())?;
         let target = Target::Region(&mut region);
@@ -342,7 +352,15 @@ impl RunningEdge {
                 session.send_region(&manifest, region)
             }
         })?;
-        Ok(Some(EdgeStep::Model { round }))
+        self.passed_down = round;
+        self.said_next = Some(EdgeStep::Model { round });
+        Ok(left_out.or_else(|| self.said_next.take()))
+    }
+
+    /// A round that is over although nobody has said so to this edge: it is not in the mean.
+    fn left_out(&self) -> Option<EdgeStep> {
+        let round = self.collected.as_ref()?.round;
+        Some(EdgeStep::Round { round, counted: false, leaves: self.session.leaves() })
     }
 
     /// The round is over, if one is open.
@@ -355,6 +373,11 @@ impl RunningEdge {
     }
 
     fn finish(&mut self) -> Result<(), AggregatorError> {
+        let (done, rounds) = (self.passed_down, self.client.rounds());
+        if done != rounds {
+            let why = format!("it ended after {done} of {rounds} rounds");
+            return Err(AggregatorError::Above { why });
+        }
         self.release(Some(PASSED_OVER));
         self.session.end()
     }

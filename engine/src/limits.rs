@@ -37,8 +37,8 @@ pub const MAX_MODEL_BYTES: u64 = 1 << 46;
 /// up to here the factor is a normal number in every dtype that is computed in f32.
 pub const MAX_SCALE_EXPONENT: i32 = 64;
 
-/// Clients below one edge, however deep. A list of them takes some MiB.
-pub const MAX_LEAVES: usize = 1 << 16;
+/// Clients below one edge, however deep. A list of them, with their names, takes some MiB.
+pub const MAX_LEAVES: usize = 1 << 14;
 
 /// Bytes of clients that an edge names in one message: with names and reasons, which are cut, it then
 /// fits in a short one.

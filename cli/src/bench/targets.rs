@@ -90,6 +90,20 @@ static TARGETS: &[Target] = &[
         goal: Goal::AtMost(0.95),
     },
     Target {
+        name: "checksum",
+        what: "CPU s/GB of checking what came, against that of a whole round, receiver and senders",
+        sides: &[
+            ("round", Kind::Round, "--clients=3"),
+            ("checked", Kind::Round, "--clients=3 --sink=checksum"),
+            ("unseen", Kind::Round, "--clients=3 --sink=discard"),
+        ],
+        figure: |sides| {
+            (sides[1].receiver_cpu_s_per_gb - sides[2].receiver_cpu_s_per_gb)
+                / (sides[0].receiver_cpu_s_per_gb + sides[0].sender_cpu_s_per_gb)
+        },
+        goal: Goal::AtMost(0.05),
+    },
+    Target {
         name: "sender-cpu",
         what: "sender CPU s/GB of the default send path, against write",
         sides: &[

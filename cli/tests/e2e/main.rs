@@ -16,3 +16,4 @@ mod real_model;
 mod rounds;
 mod session;
 mod training;
+mod trees;

@@ -365,15 +365,7 @@ impl Gathering {
 
     /// Weights are numbered; people know clients by name.
     fn blame(&self, error: ReducerError) -> AggregatorError {
-        let (client, why) = match error {
-            ReducerError::WeightTooSmall { client, .. } => {
-                (client, "is too small beside the others; set it to zero")
-            }
-            ReducerError::WeightSum { client, .. } => {
-                (client, "makes their sum overflow; scale all of them down")
-            }
-            error => return error.into(),
-        };
+        let Some((client, why)) = bad_weight(&error) else { return error.into() };
         let candidate = &self.candidates[client];
         candidate.fault(Fault::Weight { examples: candidate.examples, why })
     }
@@ -631,6 +623,19 @@ pub(crate) fn check_name(name: &str, taken: bool) -> Result<(), Fault> {
 
 pub(crate) fn check_examples(examples: f64) -> Result<(), Fault> {
     if examples.is_finite() && examples >= 0.0 { Ok(()) } else { Err(Fault::Examples { examples }) }
+}
+
+/// Whose weight cannot be used beside those of the others, and why.
+pub(super) fn bad_weight(error: &ReducerError) -> Option<(usize, &'static str)> {
+    match error {
+        ReducerError::WeightTooSmall { client, .. } => {
+            Some((*client, "is too small beside the others; set it to zero"))
+        }
+        ReducerError::WeightSum { client, .. } => {
+            Some((*client, "makes their sum overflow; scale all of them down"))
+        }
+        _ => None,
+    }
 }
 
 /// The manifest behind a client's header, if it is the session's; an empty header asks for that.

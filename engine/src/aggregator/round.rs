@@ -212,9 +212,8 @@ impl Session {
             drop(last);
         }
         let received = self.receive_updates(base.as_ref().map(|region| region.bytes()));
-        if received.is_err() && self.updates.is_empty() {
-            let peers = 0..self.members.peers.len();
-            self.updates = peers.filter_map(|index| self.rejected_early(index)).collect();
+        if received.is_err() {
+            self.note_rejected();
         }
         let (model, spool) = self.end_on_error(received)?;
         self.model = model;
@@ -473,6 +472,14 @@ impl Session {
         Ok(factors)
     }
 
+    /// A round that ends with an error still says what was found in the updates.
+    pub(super) fn note_rejected(&mut self) {
+        if self.updates.is_empty() {
+            let peers = 0..self.members.peers.len();
+            self.updates = peers.filter_map(|index| self.rejected_early(index)).collect();
+        }
+    }
+
     /// The report of an update that is not in the mean because it was rejected while it came.
     fn rejected_early(&self, index: usize) -> Option<UpdateReport> {
         let policy = &self.upload.updates;
@@ -557,7 +564,13 @@ impl Session {
         Ok(Regions {
             accumulator: sizes.accumulator.map(take).transpose()?,
             model: sizes.model.map(take).transpose()?,
-            spool: sizes.spool.into_iter().map(take).collect::<Result<_, _>>()?,
+            // Nothing whole comes from an edge.
+            spool: sizes
+                .spool
+                .into_iter()
+                .zip(&self.members.peers)
+                .map(|(bytes, peer)| take(if peer.shared.is_edge() { 1 } else { bytes }))
+                .collect::<Result<_, _>>()?,
             ledger: self.kept.as_mut().and_then(|kept| kept.ledger.take()),
         })
     }
@@ -682,7 +695,9 @@ impl Lanes {
             let (mut rest, file) = region.bytes_mut();
             for (lane, parts) in self.ranges.iter().zip(&mut per_lane) {
                 let range = self.chunks.bytes_of(lane);
-                let (bytes, after) = rest.split_at_mut((range.end - range.start) as usize);
+                let length = (range.end - range.start) as usize;
+                // That of an edge has no parts.
+                let (bytes, after) = rest.split_at_mut(length.min(rest.len()));
                 rest = after;
                 parts.push(Part { bytes, file, position, start: range.start });
             }

@@ -9,6 +9,7 @@ use std::sync::PoisonError;
 use std::time::Instant;
 
 use super::broadcast::{Broadcast, Fold};
+use super::gather::bad_weight;
 use super::members::{Link, Notice, unexpected};
 use super::round::Regions;
 use super::upload::{Base, Upload, UploadClock};
@@ -201,6 +202,9 @@ impl Session {
         self.upload.min_clients = min_clients.saturating_sub(edges);
         let received = self.receive_updates(None);
         self.upload.min_clients = min_clients;
+        if received.is_err() {
+            self.note_rejected();
+        }
         let (sums, mut updates) = received?;
         let sums = sums.and_then(|sums| std::sync::Arc::into_inner(sums.region));
         if self.keeps_updates() {
@@ -238,9 +242,8 @@ impl Session {
             if self.members.peers[edge].shared.report().is_none() {
                 self.members.tell(edge, &upload);
             }
-            if let Link::Gone { why } = &self.members.peers[edge].link {
-                let reason = why.clone();
-                self.lose_edge(edge, Fault::GaveUp { reason })?;
+            if self.members.peers[edge].is_gone() {
+                self.lose_gone(edge)?;
             }
         }
         let deadline = self.upload.round_deadline;
@@ -315,10 +318,11 @@ impl Session {
     /// Weights of everyone below one client: of an edge's clients, or its own.
     fn weights_of(&self, peer: usize) -> Vec<f64> {
         let peer_ = &self.members.peers[peer];
-        match (self.counted.get(peer), peer_.shared.report()) {
-            (Some(true), Some(report)) => report.weights(),
-            (Some(true), None) => vec![peer_.examples],
-            _ => vec![0.0],
+        match (self.counted[peer], peer_.shared.report()) {
+            (true, Some(report)) => report.weights(),
+            (true, None) => vec![peer_.examples],
+            (false, Some(report)) => vec![0.0; report.leaves.len()],
+            (false, None) => vec![0.0],
         }
     }
 
@@ -327,9 +331,21 @@ impl Session {
         (0..self.members.peers.len()).flat_map(|peer| self.weights_of(peer)).collect()
     }
 
+    /// What the weights of all leaves are scaled with.
+    fn scale(&self, weights: &[f64]) -> Result<WeightScale, AggregatorError> {
+        Weights::scale(weights).map_err(|error| {
+            let leaf = bad_weight(&error).and_then(|(leaf, why)| {
+                self.leaves().into_iter().nth(leaf).map(|leaf| (leaf, why))
+            });
+            let Some((Leaf { name, examples, .. }, why)) = leaf else { return error.into() };
+            let (client, error) = (format!("client \"{name}\""), Fault::Weight { examples, why });
+            AggregatorError::Client { client, error }
+        })
+    }
+
     /// Receives the sums of all edges at once, and adds up everything.
     fn collect_sums(&mut self) -> Result<(), AggregatorError> {
-        let scale = Weights::scale(&self.weights())?;
+        let scale = self.scale(&self.weights())?;
         let edges: Vec<bool> =
             self.members.peers.iter().map(|peer| peer.shared.is_edge()).collect();
         let part = |peer: usize| {
@@ -437,7 +453,7 @@ impl Session {
     fn fold_until_all_agree(&mut self) -> Result<(Region, WeightScale), AggregatorError> {
         loop {
             let weights = self.weights();
-            let scale = Weights::scale(&weights)?;
+            let scale = self.scale(&weights)?;
             let sums = self.add_in_order(scale, None)?;
             match sums.filter(|_| self.weights() == weights) {
                 Some(sums) => return Ok((sums, scale)),
@@ -491,9 +507,8 @@ impl Session {
         if !self.counted[edge] {
             return Ok(sums);
         }
-        if let Link::Gone { why } = &self.members.peers[edge].link {
-            let reason = why.clone();
-            self.lose_edge(edge, Fault::GaveUp { reason })?;
+        if self.members.peers[edge].is_gone() {
+            self.lose_gone(edge)?;
             return Ok(sums);
         }
         let seed = match &sums {
@@ -501,7 +516,7 @@ impl Session {
             None => None,
         };
         if seed == Some(None) {
-            self.lose_silent(edge)?;
+            self.lose_gone(edge)?;
             return Ok(sums);
         }
         match self.receive_from(edge, scale, seed.flatten())? {
@@ -510,19 +525,23 @@ impl Session {
                 Ok(Some(new))
             }
             None => {
-                self.lose_silent(edge)?;
+                self.lose_gone(edge)?;
                 Ok(sums)
             }
         }
     }
 
-    /// An edge is gone, and its connection has said why.
-    fn lose_silent(&mut self, edge: usize) -> Result<(), AggregatorError> {
-        let reason = match &self.members.peers[edge].link {
-            Link::Gone { why } => why.clone(),
-            _ => self.members.peers[edge].left_out.clone(),
-        };
-        self.lose_edge(edge, Fault::GaveUp { reason })
+    /// Takes out an edge whose connection, or whose sums, have shown why.
+    fn lose_gone(&mut self, edge: usize) -> Result<(), AggregatorError> {
+        let peer = &mut self.members.peers[edge];
+        if let Link::Gone { why } = &peer.link {
+            peer.left_out.clone_from(why);
+        }
+        let reason = peer.left_out.clone();
+        match std::mem::replace(&mut self.counted[edge], false) {
+            true => self.check_left(edge, Fault::GaveUp { reason }),
+            false => Ok(()),
+        }
     }
 
     /// Sends sums to one edge. Gives their digest, if it has them.

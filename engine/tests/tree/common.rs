@@ -158,9 +158,10 @@ pub fn start_edge(above: SocketAddr, config: EdgeConfig) -> (SocketAddr, Middle)
     (address, spawn(run))
 }
 
-/// Starts everything below an aggregator.
+/// Starts everything below an aggregator, named from a number on.
 pub fn start(
     nodes: &[Node],
+    first: usize,
     above: SocketAddr,
     below: &AggregatorConfig,
     local_rounds: u32,
@@ -168,7 +169,7 @@ pub fn start(
     edges: &mut Vec<Middle>,
 ) {
     for (index, node) in nodes.iter().enumerate() {
-        let name = name(index);
+        let name = name(first + index);
         match node {
             Node::Client(update) => {
                 let (update, config) = (update.clone(), client(&name, update.weight));
@@ -180,7 +181,7 @@ pub fn start(
                     EdgeConfig { above: client(&name, 0.0), below: below_it, local_rounds };
                 let (address, edge) = start_edge(above, config);
                 edges.push(edge);
-                start(nodes, address, below, local_rounds, parts, edges);
+                start(nodes, 0, address, below, local_rounds, parts, edges);
             }
         }
     }
@@ -195,7 +196,7 @@ pub fn run(
     let config = AggregatorConfig { clients: nodes.len(), ..config };
     let (address, top) = serve(config.clone());
     let (mut parts, mut edges) = (Vec::new(), Vec::new());
-    start(nodes, address, &config, local_rounds, &mut parts, &mut edges);
+    start(nodes, 0, address, &config, local_rounds, &mut parts, &mut edges);
     let parts: Vec<_> = parts.into_iter().map(|part| part.join().unwrap().unwrap()).collect();
     edges.into_iter().for_each(|edge| drop(edge.join().unwrap().unwrap()));
     let means = top.join().unwrap().unwrap();
