@@ -10,8 +10,10 @@ mod door;
 mod group;
 mod join;
 mod output;
+mod plan;
 mod progress;
 mod serve;
+mod transfers;
 mod update;
 
 use std::io::{ErrorKind, IsTerminal, Write};
@@ -38,6 +40,7 @@ enum Command {
     #[command(hide = true)]
     TrainShell(join::TrainShell),
     Doctor(doctor::Doctor),
+    Plan(plan::Plan),
     Cert(cert::Cert),
     /// Print a completion script for a shell
     ///
@@ -60,6 +63,7 @@ fn main() -> ExitCode {
         Command::Join(join) => join.run(),
         Command::TrainShell(shell) => shell.run(),
         Command::Doctor(doctor) => doctor.run(),
+        Command::Plan(plan) => plan.run(),
         Command::Cert(cert) => cert.run(),
         Command::Completions { shell } => {
             let mut command = Cli::command();

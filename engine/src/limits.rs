@@ -152,6 +152,12 @@ pub const MAX_PLAN_LINKS: usize = 1 << 20;
 /// Longest profile that is read: [`MAX_PLAN_LINKS`] take about so much.
 pub const MAX_PROFILE_BYTES: u64 = 256 << 20;
 
+/// Most bytes of one transfer that measures a link: half a second at 17 Gbit/s.
+pub const MAX_SPEED_BYTES: u64 = 1 << 30;
+
+/// Longest time that measuring one link may take; links of a megabit a second are done in less.
+pub const SPEED_SESSION: Duration = Duration::from_secs(60);
+
 /// Longest name of a host in a profile, in bytes.
 pub const MAX_HOST_NAME_BYTES: usize = 256;
 

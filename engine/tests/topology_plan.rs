@@ -2,12 +2,13 @@
 
 use fedlane::error::PlanError;
 use fedlane::limits;
+use fedlane::topology::Host;
 use fedlane::topology::cost::{Limit, ModelSize, Network, Tree};
-use fedlane::topology::plan::{Layout, Method, Plan, Shape, best, plan};
+use fedlane::topology::plan::{Layout, Method, Plan, Shape, best, plan, ranks};
 use fedlane::topology::profile::{HostProfile, LinkProfile, Profile};
 use proptest::prelude::*;
 
-const GB: ModelSize = ModelSize { bytes: 1_000_000_000, sum_factor: 1 };
+const GB: ModelSize = ModelSize { bytes: 1_000_000_000, sum_bytes: 1_000_000_000 };
 
 /// A host whose cores cost nothing, so that its links decide.
 fn host(name: &str, up_gbit_s: f64, down_gbit_s: f64) -> HostProfile {
@@ -148,7 +149,7 @@ fn rings_and_chains_take_what_their_formulas_say() {
     let chunks = 2.0 * 524_288.0 * 4.0 / 1.25e8;
     let ring = plan(&hosts, GB, Shape::Ring, Method::Best).unwrap();
     assert!((ring.seconds() - 12.0 - chunks).abs() < 0.1 * chunks, "{}", ring.seconds());
-    let bf16 = ModelSize { sum_factor: 2, ..GB };
+    let bf16 = ModelSize { sum_bytes: 2_000_000_000, ..GB };
     let ring = plan(&hosts, bf16, Shape::Ring, Method::Best).unwrap();
     assert!((ring.seconds() - 18.0 - chunks).abs() < 0.1 * chunks, "{}", ring.seconds());
     let chain = plan(&hosts, GB, Shape::Chain, Method::Best).unwrap();
@@ -169,6 +170,15 @@ fn a_ring_goes_around_slow_links() {
     };
     assert!(apart(0, 1) && apart(2, 3), "{order:?}");
     assert!(found.round_robin_s > 50.0 * found.seconds());
+}
+
+#[test]
+fn hosts_stand_as_they_are_named() {
+    let host = |name: &str| Host { name: name.into(), ip: std::net::IpAddr::from([10, 0, 0, 1]) };
+    let hosts = ["d", "a", "c", "b"].map(host);
+    let names = |names: &[&str]| names.iter().map(|name| name.to_string()).collect::<Vec<_>>();
+    assert_eq!(ranks(&hosts, &[]), [1, 3, 2, 0]);
+    assert_eq!(ranks(&hosts, &names(&["c", "nobody", "a"])), [2, 1, 3, 0]);
 }
 
 /// The seconds of all placements, by the formulas of a tree alone.
@@ -236,10 +246,8 @@ fn the_heuristic_is_within_5_percent_of_the_optimum() {
         let (clients, hubs) = (1 + numbers.below(10), 1 + numbers.below(3));
         let profile = random_profile(&mut numbers, clients, hubs);
         for shape in Shape::ALL {
-            let model = ModelSize {
-                bytes: 1 << (12 + numbers.below(20)),
-                sum_factor: 1 + numbers.below(2) as u32,
-            };
+            let bytes = 1 << (12 + numbers.below(20));
+            let model = ModelSize { bytes, sum_bytes: bytes << numbers.below(2) };
             let exact = plan(&profile, model, shape, Method::Best);
             let found = plan(&profile, model, shape, Method::Heuristic);
             let (Ok(exact), Ok(found)) = (&exact, &found) else {
@@ -358,7 +366,7 @@ fn what_cannot_be_planned_says_why() {
     let row = plan(vec![small, client("b", 1.0)], vec![], Shape::Ring);
     assert!(matches!(row, PlanError::RowMemory { .. }));
     let hosts = profile(vec![hub(), site()], vec![]);
-    let nothing = ModelSize { bytes: 0, sum_factor: 1 };
+    let nothing = ModelSize::own_sums(0);
     assert!(matches!(best(&hosts, nothing, Method::Best), Err(PlanError::Model { .. })));
 }
 
@@ -500,10 +508,11 @@ proptest! {
         hosts in proptest::collection::vec(any_host(), 0..7),
         links in proptest::collection::vec(any_link(), 0..4),
         bytes in any::<u64>(),
-        sum_factor in 0_u32..10,
+        sums in any::<u64>(),
     ) {
         let profile = profile(hosts, links);
-        let model = ModelSize { bytes: bytes >> (bytes % 64), sum_factor };
+        let model =
+            ModelSize { bytes: bytes >> (bytes % 64), sum_bytes: sums >> (sums % 64) };
         for shape in Shape::ALL {
             for method in [Method::Best, Method::Heuristic] {
                 match plan(&profile, model, shape, method) {

@@ -67,7 +67,7 @@ impl Group {
 
 impl<'a> Table<'a> {
     pub fn new(network: &'a Network, parties: &'a Parties) -> Table<'a> {
-        let (model, sums) = (network.model().bytes as f64, network.model().sum_bytes());
+        let (model, sums) = (network.model().bytes as f64, network.model().sum_bytes as f64);
         let all = |from: &[usize], bytes: f64, up: bool| {
             let pairs =
                 from.iter().flat_map(|&host| parties.aggregators.iter().map(move |&to| (host, to)));
@@ -149,7 +149,8 @@ impl<'a> Table<'a> {
     /// Seconds of a round, and the sum of what all aggregators take: it tells apart those that are alike.
     /// Infinite where there is no way or no room.
     fn worth(&self, root: usize, groups: &[Group], late: &mut Vec<f64>) -> (f64, f64) {
-        let (model, sums) = (self.network.model().bytes as f64, self.network.model().sum_bytes());
+        let (model, sums) =
+            (self.network.model().bytes as f64, self.network.model().sum_bytes as f64);
         let own = |group: &Group| if group.own { model } else { 0.0 };
         let host = self.parties.aggregators[root];
         let direct = &groups[root];
@@ -374,7 +375,7 @@ impl Flow<'_> {
     fn offer(&self, aggregator: usize, up: f64, down: f64) -> (usize, f64, f64) {
         let (table, root) = (self.table, self.root);
         let network = table.network;
-        let (model, sums) = (network.model().bytes as f64, network.model().sum_bytes());
+        let (model, sums) = (network.model().bytes as f64, network.model().sum_bytes as f64);
         let edges = (self.used.len() - 1) as f64;
         let host = table.parties.aggregators[root];
         let at = table.parties.aggregators[aggregator];

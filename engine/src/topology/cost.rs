@@ -50,25 +50,35 @@ use crate::limits;
 const FIRST_WINDOW_BYTES: f64 = 4.0 * 14_600.0;
 
 /// What a round moves.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelSize {
     /// Bytes of the model.
     pub bytes: u64,
-    /// How many times larger its sums are: 1 for F32, 2 for BF16, 8 for I8.
-    pub sum_factor: u32,
+    /// Bytes of its sums: as many for F32, twice as many for BF16, eight times for I8.
+    pub sum_bytes: u64,
 }
 
 impl ModelSize {
-    /// Bytes of its sums.
-    pub fn sum_bytes(&self) -> f64 {
-        self.bytes as f64 * f64::from(self.sum_factor)
+    /// A model whose sums are as large as itself.
+    pub fn own_sums(bytes: u64) -> ModelSize {
+        ModelSize { bytes, sum_bytes: bytes }
     }
 
     /// Memory that averaging takes: the sums take the model's place where they are as large, and otherwise
     /// stand beside it.
     pub fn averaging_bytes(&self) -> u64 {
-        let copies = if self.sum_factor == 1 { 1 } else { 1 + u64::from(self.sum_factor) };
-        self.bytes.saturating_mul(copies).saturating_add(limits::MEMORY_RESERVE_BYTES)
+        let beside = if self.sum_bytes == self.bytes { 0 } else { self.sum_bytes };
+        self.bytes.saturating_add(beside).saturating_add(limits::MEMORY_RESERVE_BYTES)
+    }
+
+    /// Largest of its two sizes that there is: sums of one byte have eight.
+    fn check(&self) -> Result<(), PlanError> {
+        let limit = limits::MAX_MODEL_BYTES;
+        let sizes = [self.bytes, self.sum_bytes.div_ceil(8)];
+        match sizes.iter().find(|bytes| !(1..=limit).contains(*bytes)) {
+            Some(&bytes) => Err(PlanError::Model { bytes, limit }),
+            None => Ok(()),
+        }
     }
 }
 
@@ -166,10 +176,7 @@ impl Network {
     /// As [`Profile::check`]; a model without bytes or above [`limits::MAX_MODEL_BYTES`].
     pub fn new(profile: &Profile, model: ModelSize) -> Result<Network, PlanError> {
         profile.check()?;
-        let limit = limits::MAX_MODEL_BYTES;
-        if !(1..=limit).contains(&model.bytes) || model.sum_factor == 0 {
-            return Err(PlanError::Model { bytes: model.bytes, limit });
-        }
+        model.check()?;
         let names = profile.names()?;
         let nodes = profile.hosts.iter().map(|host| Node {
             up: host.up_gbit_s * BYTES_OF_GBIT,
@@ -286,7 +293,7 @@ impl Network {
         for child in children {
             let bytes = match child {
                 Place::Client(_) => self.model.bytes as f64,
-                Place::Aggregator(_) => self.model.sum_bytes(),
+                Place::Aggregator(_) => self.model.sum_bytes as f64,
             };
             ready.push((self.gather(tree, &child, transfers), child, bytes));
         }
@@ -353,7 +360,7 @@ impl Network {
 
     /// A chain, in this order; the last one has the mean first.
     pub fn chain(&self, order: &[usize]) -> Prediction {
-        let (up, down) = (self.model.sum_bytes(), self.model.bytes as f64);
+        let (up, down) = (self.model.sum_bytes as f64, self.model.bytes as f64);
         let mut pairs = Vec::new();
         for pair in order.windows(2) {
             pairs.push((pair[0], pair[1], up, true));
@@ -370,7 +377,7 @@ impl Network {
     /// Bytes that each host of a ring sends.
     pub(crate) fn ring_bytes(&self, hosts: usize) -> f64 {
         let share = (hosts.max(1) - 1) as f64 / hosts.max(1) as f64;
-        share * (self.model.bytes as f64 + self.model.sum_bytes())
+        share * (self.model.bytes as f64 + self.model.sum_bytes as f64)
     }
 
     /// Seconds of a ring's step if it is the slowest, and seconds that it adds to the way.
@@ -381,7 +388,7 @@ impl Network {
 
     /// The same of a chain, there and back.
     pub(crate) fn chain_step(&self, from: usize, to: usize) -> (f64, f64) {
-        let (up, down) = (self.model.sum_bytes(), self.model.bytes as f64);
+        let (up, down) = (self.model.sum_bytes as f64, self.model.bytes as f64);
         let chunk = limits::CHUNK_BYTES as f64;
         let alone = self.alone_s(from, to, up).max(self.alone_s(to, from, down));
         (alone, self.hop_s(from, to, up, chunk) + self.hop_s(to, from, down, chunk))
@@ -389,7 +396,7 @@ impl Network {
 
     /// Seconds of a host's cores at an end of a chain, the busier one, and in between.
     pub(crate) fn chain_work_s(&self, host: usize) -> (f64, f64) {
-        let (up, down) = (self.model.sum_bytes(), self.model.bytes as f64);
+        let (up, down) = (self.model.sum_bytes as f64, self.model.bytes as f64);
         let at_end = self.working_s(host, up, down).max(self.working_s(host, down, up));
         (at_end, self.working_s(host, up + down, up + down))
     }

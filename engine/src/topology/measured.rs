@@ -11,9 +11,9 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
-use super::profile::{LinkProfile, Measured, Profile};
+use super::profile::{HostProfile, LinkProfile, Measured, Profile};
 use crate::error::PlanError;
 
 /// What the newest measurement counts, where there are many: after five of them, five sixths are new.
@@ -31,6 +31,34 @@ const GBIT_S: f64 = 8e-9;
 /// Rates that a profile may have.
 const LEAST_GBIT_S: f64 = 1e-9;
 const MOST_GBIT_S: f64 = 1e9;
+
+/// A host as it describes itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PeerHost {
+    /// Its name.
+    pub name: String,
+    /// Its cores.
+    pub cores: u32,
+    /// Memory that is free, in bytes.
+    pub memory_bytes: u64,
+}
+
+/// What one host measured of the way to another.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Speed {
+    /// The side that asked.
+    pub here: PeerHost,
+    /// The side that listened.
+    pub there: PeerHost,
+    /// Seconds there and back.
+    pub rtt_s: f64,
+    /// Bytes a second from here to there.
+    pub up_bytes_s: f64,
+    /// Bytes a second from there to here.
+    pub down_bytes_s: f64,
+    /// CPU seconds for a byte: sending and receiving here, sending and receiving there.
+    pub cpu_s: [f64; 4],
+}
 
 /// One line of what an aggregator printed with `--json`. Lines of other events say nothing here.
 #[derive(Debug, Deserialize)]
@@ -62,7 +90,7 @@ struct Round {
 }
 
 /// Shorter transfers show how busy a host is, not what a link can do.
-const SHORTEST_S: f64 = 0.01;
+const SHORTEST_S: f64 = 0.1;
 
 impl Profile {
     /// Corrects hosts and links by what the aggregator of this name printed in its rounds, a line of JSON each;
@@ -135,6 +163,67 @@ impl Profile {
         let mut learner = Learner { profile: self, links, hub, at_unix_s };
         told.iter().for_each(|round| learner.learn(round));
         Ok(told.len())
+    }
+}
+
+impl Profile {
+    /// Takes in what one host measured of the way to another at `at_unix_s`. Hosts that are new are added, the one
+    /// that asked as a client and the one that listened as an aggregator.
+    ///
+    /// # Errors
+    /// Names and numbers that no profile may have; the profile is then as it was.
+    pub fn add_speed(&mut self, speed: &Speed, at_unix_s: u64) -> Result<(), PlanError> {
+        let before = self.clone();
+        let (up, down) = (speed.up_bytes_s * GBIT_S, speed.down_bytes_s * GBIT_S);
+        let [send, receive, their_send, their_receive] = speed.cpu_s.map(|cpu| cpu * 1e9);
+        self.add_host(&speed.here, (up, down), (send, receive), at_unix_s).client |=
+            !before.hosts.iter().any(|host| host.name == speed.here.name);
+        self.add_host(&speed.there, (down, up), (their_send, their_receive), at_unix_s)
+            .aggregator |= !before.hosts.iter().any(|host| host.name == speed.there.name);
+        let (here, there) = (&speed.here.name, &speed.there.name);
+        self.add_link((here, there), up, speed.rtt_s * 1e3, at_unix_s);
+        self.add_link((there, here), down, speed.rtt_s * 1e3, at_unix_s);
+        self.check().inspect_err(|_| *self = before)
+    }
+
+    fn add_host(
+        &mut self,
+        peer: &PeerHost,
+        (up, down): (f64, f64),
+        (send, receive): (f64, f64),
+        at_unix_s: u64,
+    ) -> &mut HostProfile {
+        let place = self.hosts.iter().position(|host| host.name == peer.name);
+        let place = place.unwrap_or_else(|| {
+            self.hosts.push(HostProfile::new(&peer.name, up, down));
+            self.hosts.len() - 1
+        });
+        let host = &mut self.hosts[place];
+        let newest = newest(host.measured);
+        // All together it moves at least what one link does.
+        (host.up_gbit_s, host.down_gbit_s) = (host.up_gbit_s.max(up), host.down_gbit_s.max(down));
+        host.send_cpu_s_per_gb += newest * (send - host.send_cpu_s_per_gb);
+        host.receive_cpu_s_per_gb += newest * (receive - host.receive_cpu_s_per_gb);
+        host.cores = f64::from(peer.cores);
+        host.memory_bytes = Some(peer.memory_bytes);
+        note(&mut host.measured, at_unix_s);
+        host
+    }
+
+    fn add_link(&mut self, (from, to): (&str, &str), gbit_s: f64, rtt_ms: f64, at_unix_s: u64) {
+        let place = self.links.iter().position(|link| link.from == from && link.to == to);
+        let place = place.unwrap_or_else(|| {
+            let (from, to) = (from.to_owned(), to.to_owned());
+            self.links.push(LinkProfile { from, to, gbit_s: None, rtt_ms: None, measured: None });
+            self.links.len() - 1
+        });
+        let link = &mut self.links[place];
+        let newest = newest(link.measured);
+        let known = link.gbit_s.filter(|&known| known > 0.0).unwrap_or(gbit_s);
+        link.gbit_s = Some(blend(known, gbit_s, newest));
+        let known = link.rtt_ms.unwrap_or(rtt_ms);
+        link.rtt_ms = Some(known + newest * (rtt_ms - known));
+        note(&mut link.measured, at_unix_s);
     }
 }
 

@@ -208,32 +208,67 @@ pub(super) fn best(network: &Network, row: Row, hosts: &[usize], exact: bool) ->
     best.into_iter().map(|place| hosts[place]).collect()
 }
 
-/// What no order can be faster than: the slowest of the best steps that hosts can have, and the shortest way.
+/// What no order can be faster than: the slowest step that it must have, and the shortest way.
 pub(super) fn lower_bound(network: &Network, row: Row, hosts: &[usize]) -> f64 {
     let steps = Steps::new(network, row, hosts);
-    let best_of = |costs: &mut dyn Iterator<Item = f64>| costs.fold(f64::INFINITY, f64::min);
-    let all = 0..hosts.len();
-    let bound = |pick: &dyn Fn(usize, usize) -> (f64, f64)| {
-        let mut alone: Vec<f64> = all
-            .clone()
-            .map(|a| best_of(&mut all.clone().filter(|&b| b != a).map(|b| pick(a, b).0)))
-            .collect();
-        let mut hop: Vec<f64> = all
-            .clone()
-            .map(|a| best_of(&mut all.clone().filter(|&b| b != a).map(|b| pick(a, b).1)))
-            .collect();
-        alone.sort_by(f64::total_cmp);
-        hop.sort_by(f64::total_cmp);
-        if row == Row::Chain {
-            // One end has no next one.
-            alone.pop();
-            hop.pop();
+    let after = steps.nearest_steps(|a, b| steps.cost(a, b));
+    let before = steps.nearest_steps(|a, b| steps.cost(b, a));
+    let slowest = after.0.max(before.0).max(steps.least_that_joins()).max(steps.least_of_two());
+    let busy = steps.busy.iter().map(|&(at_end, between)| match row {
+        Row::Ring => between,
+        Row::Chain => at_end,
+    });
+    busy.fold(slowest, f64::max) + after.1.max(before.1)
+}
+
+impl Steps {
+    /// The slowest and the sum of the nearest steps of all hosts; one end of a chain has none.
+    fn nearest_steps(&self, cost: impl Fn(usize, usize) -> (f64, f64)) -> (f64, f64) {
+        let nearest = |a: usize, part: &dyn Fn((f64, f64)) -> f64| {
+            let others = (0..self.hosts).filter(|&b| b != a);
+            others.map(|b| part(cost(a, b))).fold(f64::INFINITY, f64::min)
+        };
+        let sorted = |part: &dyn Fn((f64, f64)) -> f64| {
+            let mut all: Vec<f64> = (0..self.hosts).map(|a| nearest(a, part)).collect();
+            all.sort_by(f64::total_cmp);
+            all.truncate(self.hosts - usize::from(self.row == Row::Chain));
+            all
+        };
+        let (alone, hop) = (sorted(&|cost| cost.0), sorted(&|cost| cost.1));
+        (alone.last().copied().unwrap_or(0.0), hop.iter().sum())
+    }
+
+    /// The better direction of a pair.
+    fn pair(&self, a: usize, b: usize) -> f64 {
+        self.cost(a, b).0.min(self.cost(b, a).0)
+    }
+
+    /// The least time whose steps join all hosts: the longest edge of a minimum spanning tree (R. Prim, 1957).
+    fn least_that_joins(&self) -> f64 {
+        let mut away: Vec<f64> = (0..self.hosts).map(|host| self.pair(0, host)).collect();
+        let mut left: Vec<usize> = (1..self.hosts).collect();
+        let mut longest = 0.0_f64;
+        while let Some(next) =
+            (0..left.len()).min_by(|&a, &b| away[left[a]].total_cmp(&away[left[b]]))
+        {
+            let host = left.swap_remove(next);
+            longest = longest.max(away[host]);
+            left.iter().for_each(|&other| away[other] = away[other].min(self.pair(host, other)));
         }
-        alone.last().copied().unwrap_or(0.0) + hop.iter().sum::<f64>()
-    };
-    let after = bound(&|a, b| steps.cost(a, b));
-    let before = bound(&|a, b| steps.cost(b, a));
-    let busy =
-        steps.busy.iter().map(|&(at_end, between)| if row == Row::Ring { between } else { at_end });
-    after.max(before).max(busy.fold(0.0, f64::max))
+        longest
+    }
+
+    /// The least time in which hosts have two neighbours, but for the two ends of a chain.
+    fn least_of_two(&self) -> f64 {
+        let second = |a: usize| {
+            let mut pairs: Vec<f64> =
+                (0..self.hosts).filter(|&b| b != a).map(|b| self.pair(a, b)).collect();
+            pairs.sort_by(f64::total_cmp);
+            pairs.get(1).copied().unwrap_or(0.0)
+        };
+        let mut all: Vec<f64> = (0..self.hosts).map(second).collect();
+        all.sort_by(|a, b| b.total_cmp(a));
+        let ends = if self.row == Row::Chain { 2 } else { 0 };
+        all.get(ends).copied().unwrap_or(0.0)
+    }
 }

@@ -10,7 +10,7 @@
 //! let hosts = vec![hub("slow hub"), hub("hub"), client("a"), client("b")];
 //! let mut profile = Profile { hosts, links: Vec::new() };
 //! profile.hosts[0].up_gbit_s = 0.1;
-//! let model = ModelSize { bytes: 1 << 30, sum_factor: 1 };
+//! let model = ModelSize::own_sums(1 << 30);
 //! let plan = best(&profile, model, Method::Best).unwrap();
 //! assert!(plan.seconds() <= plan.lower_bound_s * 1.1);
 //! ```
@@ -22,6 +22,7 @@ use super::assign::{self, Parties, Placement, Table};
 use super::cost::{ModelSize, Network, Prediction, Tree};
 use super::order::{self, Row};
 use super::profile::Profile;
+use super::{Host, ring};
 use crate::error::PlanError;
 use crate::limits;
 
@@ -146,6 +147,16 @@ pub fn plan(
         Shape::Chain => of_row(profile, &network, (shape, Row::Chain), method),
         Shape::Ring => of_row(profile, &network, (shape, Row::Ring), method),
     }
+}
+
+/// The order in which hosts that have joined stand in a ring or chain: those that `names` has as it has them, the
+/// others behind them as [`ring::order`] says.
+pub fn ranks(hosts: &[Host], names: &[String]) -> Vec<usize> {
+    let mut order = ring::order(hosts);
+    let place = |host: &usize| names.iter().position(|name| *name == hosts[*host].name);
+    // Stable, so that those who are not named keep their order.
+    order.sort_by_key(|host| place(host).unwrap_or(names.len()));
+    order
 }
 
 fn clients_of(profile: &Profile) -> Result<Vec<usize>, PlanError> {

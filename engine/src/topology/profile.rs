@@ -146,8 +146,12 @@ impl Profile {
         }
         let mut json = serde_json::Deserializer::from_str(text);
         let read = serde_path_to_error::deserialize(&mut json).map_err(|error| {
+            // "?" stands for what was not read far enough to have a name.
             let at = error.path().to_string();
-            let at = if at == "." { "its beginning".to_owned() } else { at };
+            let at = match at.trim_end_matches(".?") {
+                "." | "?" => "its beginning".to_owned(),
+                at => at.to_owned(),
+            };
             PlanError::Profile { at, why: error.into_inner().to_string() }
         });
         let profile: Profile = read?;
