@@ -316,6 +316,7 @@ fn wrong_profiles_are_named_with_field_and_line() {
         ("\"name\": \"b\"", "\"name\": \"a\"", &["two hosts named \"a\"", "hosts[1].name"]),
         ("\"name\": \"b\"", "\"name\": \"\"", &["hosts[1].name", "empty"]),
         ("\"name\": \"b\"", "\"name\": \"\\u0007\"", &["hosts[1].name", "control"]),
+        ("\"name\": \"b\"", "\"name\": \"\\u202e\"", &["hosts[1].name", "control"]),
         ("\"to\": \"b\"", "\"to\": \"c\"", &["links[0].to", "\"c\""]),
         ("\"to\": \"b\"", "\"to\": \"a\"", &["links[0].to", "itself"]),
         ("\"gbit_s\": 1}", "\"gbit_s\": -1}", &["links[0].gbit_s", "-1"]),

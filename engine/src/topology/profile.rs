@@ -2,8 +2,11 @@
 //! what rounds measure.
 
 use std::collections::HashMap;
+use std::fmt;
+use std::marker::PhantomData;
 
-use serde::{Deserialize, Serialize};
+use serde::de::{Error, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::error::PlanError;
 use crate::limits;
@@ -13,9 +16,10 @@ use crate::limits;
 #[serde(deny_unknown_fields)]
 pub struct Profile {
     /// All hosts, in any order.
+    #[serde(deserialize_with = "hosts")]
     pub hosts: Vec<HostProfile>,
     /// What is known of pairs of hosts; where a pair is not listed, what is known of its ends counts.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "links")]
     pub links: Vec<LinkProfile>,
 }
 
@@ -89,6 +93,39 @@ pub struct Measured {
     pub count: u64,
     /// When the newest was made, in seconds since 1970.
     pub at_unix_s: u64,
+}
+
+fn hosts<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<HostProfile>, D::Error> {
+    from.deserialize_seq(Few { limit: limits::MAX_PLAN_HOSTS, of: PhantomData })
+}
+
+fn links<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<LinkProfile>, D::Error> {
+    from.deserialize_seq(Few { limit: limits::MAX_PLAN_LINKS, of: PhantomData })
+}
+
+/// Reads a list that ends at its limit, so that a file cannot take many times its own length.
+struct Few<T> {
+    limit: usize,
+    of: PhantomData<T>,
+}
+
+impl<'de, T: Deserialize<'de>> Visitor<'de> for Few<T> {
+    type Value = Vec<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a list")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Vec<T>, A::Error> {
+        let mut list = Vec::new();
+        while let Some(item) = items.next_element()? {
+            if list.len() == self.limit {
+                return Err(A::Error::custom(format!("above the limit of {}", self.limit)));
+            }
+            list.push(item);
+        }
+        Ok(list)
+    }
 }
 
 fn default_cores() -> f64 {
@@ -285,7 +322,7 @@ fn check_text(text: &str, at: impl Fn() -> String) -> Result<(), PlanError> {
         "it is empty".to_owned()
     } else if text.len() > limit {
         format!("it has {} bytes, above the limit of {limit}", text.len())
-    } else if text.chars().any(char::is_control) {
+    } else if shown(text) != text {
         "it has control characters".to_owned()
     } else {
         return Ok(());
