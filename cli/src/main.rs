@@ -11,8 +11,10 @@ mod edge;
 mod group;
 mod join;
 mod output;
+mod plan;
 mod progress;
 mod serve;
+mod transfers;
 mod update;
 
 use std::io::{ErrorKind, IsTerminal, Write};
@@ -40,6 +42,7 @@ enum Command {
     #[command(hide = true)]
     TrainShell(join::TrainShell),
     Doctor(doctor::Doctor),
+    Plan(plan::Plan),
     Cert(cert::Cert),
     /// Print a completion script for a shell
     ///
@@ -63,6 +66,7 @@ fn main() -> ExitCode {
         Command::Edge(edge) => edge.run(),
         Command::TrainShell(shell) => shell.run(),
         Command::Doctor(doctor) => doctor.run(),
+        Command::Plan(plan) => plan.run(),
         Command::Cert(cert) => cert.run(),
         Command::Completions { shell } => {
             let mut command = Cli::command();

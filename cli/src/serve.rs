@@ -20,6 +20,7 @@ use crate::check::Expected;
 use crate::door::{ServerCertificates, SharedSecret};
 use crate::output::{Output, error_text, phase_fields, phase_text, update_fields, update_text};
 use crate::progress::{Bar, Progress};
+use crate::transfers::Watch;
 
 /// Wait for clients, average their models while they arrive, and send the mean back
 ///
@@ -63,6 +64,11 @@ pub struct Serve {
     /// when all rounds are done. It needs room for what the rounds hold, and a local file system.
     #[arg(long, value_name = "DIR")]
     state: Option<PathBuf>,
+
+    /// Name of the next client in a ring or chain, from the first on, as `fedlane plan` says; can be given
+    /// more than once. Those who are not named stand behind
+    #[arg(long, value_name = "NAME")]
+    rank: Vec<String>,
 
     #[command(flatten)]
     averager: Averager,
@@ -197,6 +203,7 @@ impl Serve {
             congestion: self.paths.congestion.clone(),
             secret: self.secret.read()?,
             insecure: self.insecure,
+            order: self.rank.clone(),
         })
     }
 
@@ -260,12 +267,17 @@ impl Serve {
             bars.collect::<Vec<_>>()
         };
         let (uploads, downloads) = (bars(true), bars(false));
+        let watch = |session: &Session, upload| {
+            self.json.then(|| Watch::start(session.progress(), upload)).flatten()
+        };
         let shown = Progress::show(uploads, !self.json);
+        let watched = watch(session, true);
         if !session.is_unsent() {
             session.round()?;
         }
         drop(shown);
         report_leaves(&session.leaves(), session.rounds_done(), "round", output);
+        watched.into_iter().for_each(|watched| watched.report(session.rounds_done(), output));
         // The clients need not wait for the disk, nor the disk for the clients.
         let saving = self.output.clone().zip(session.model()).map(|(path, model)| {
             let manifest = session.manifest().clone();
@@ -273,8 +285,10 @@ impl Serve {
         });
         let saving = saving.transpose().context("the host refused a thread to save the model")?;
         let shown = Progress::show(downloads, !self.json);
+        let watched = watch(session, false);
         let sent = session.broadcast();
         drop(shown);
+        watched.into_iter().for_each(|watched| watched.report(session.rounds_done(), output));
         let saved = saving.map_or(Ok(()), |saving| {
             saving.join().unwrap_or_else(|_| bail!("saving the model panicked; please report this"))
         });

@@ -3,10 +3,12 @@
 
 mod model;
 mod peer;
+mod plan;
 mod state;
 mod tls;
 
 pub use model::*;
 pub use peer::*;
+pub use plan::*;
 pub use state::*;
 pub use tls::*;

@@ -36,6 +36,7 @@ pub mod sender;
 pub mod signal;
 pub mod sink;
 pub mod source;
+pub mod speed;
 pub mod state;
 pub mod sums;
 mod sync;

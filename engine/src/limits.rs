@@ -147,6 +147,36 @@ pub const RING_CHUNK_BYTES: u64 = 512 << 10;
 /// Bytes of sums that a host of a ring holds on each lane, about: they stay in a cache.
 pub const RING_STAGE_BYTES: u64 = 16 << 20;
 
+/// Most hosts in a profile: all clients of a session, and as many that may average.
+pub const MAX_PLAN_HOSTS: usize = 2 * MAX_CLIENTS;
+
+/// Most aggregators that a plan weighs: each is tried as the root of a tree.
+pub const MAX_PLAN_AGGREGATORS: usize = 256;
+
+/// Most links in a profile: 256 for each client.
+pub const MAX_PLAN_LINKS: usize = 1 << 20;
+
+/// Longest profile that is read: [`MAX_PLAN_LINKS`] take about so much.
+pub const MAX_PROFILE_BYTES: u64 = 256 << 20;
+
+/// Most bytes of one transfer that measures a link: half a second at 17 Gbit/s.
+pub const MAX_SPEED_BYTES: u64 = 1 << 30;
+
+/// Longest time that measuring one link may take; links of a megabit a second are done in less.
+pub const SPEED_SESSION: Duration = Duration::from_secs(60);
+
+/// Longest name of a host in a profile, in bytes.
+pub const MAX_HOST_NAME_BYTES: usize = 256;
+
+/// Clients and aggregators up to which a plan is proven to be the best one: this takes milliseconds.
+pub const EXACT_CLIENTS: usize = 10;
+
+/// See [`EXACT_CLIENTS`].
+pub const EXACT_AGGREGATORS: usize = 3;
+
+/// Hosts up to which the order of a ring or chain is proven to be the best one.
+pub const EXACT_ORDER: usize = 10;
+
 /// Most rounds of one session.
 pub const MAX_ROUNDS: u32 = 1_000_000;
 

@@ -1,6 +1,12 @@
 //! Who sends what to whom, as pure arithmetic: hosts and a model go in, a plan comes out. Nothing here
 //! has a socket or a clock.
 
+mod assign;
+pub mod cost;
+pub mod measured;
+mod order;
+pub mod plan;
+pub mod profile;
 pub mod ring;
 pub mod tree;
 

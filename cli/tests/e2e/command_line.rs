@@ -7,7 +7,7 @@ use crate::process::{fedlane, run};
 
 /// Flags for the program's own use and for benchmarks, which help does not mention.
 const HIDDEN: [&str; 4] = ["--averaging", "--scale-exponent", "--stage", "--expect"];
-const COMMANDS: [&[&str]; 9] = [
+const COMMANDS: [&[&str]; 12] = [
     &["demo"],
     &["serve"],
     &["join"],
@@ -16,6 +16,9 @@ const COMMANDS: [&[&str]; 9] = [
     &["bench", "round"],
     &["bench", "targets"],
     &["doctor"],
+    &["plan"],
+    &["plan", "listen"],
+    &["plan", "probe"],
     &["completions"],
 ];
 

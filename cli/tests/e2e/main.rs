@@ -10,6 +10,7 @@ mod doors;
 mod memory;
 mod models;
 mod outputs;
+mod plan;
 mod process;
 mod python;
 mod real_model;

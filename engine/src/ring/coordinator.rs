@@ -48,6 +48,8 @@ pub struct RingConfig {
     pub secret: Secret,
     /// Whether everyone may join also from other machines.
     pub insecure: bool,
+    /// Names of hosts in the order in which they stand, as [`topology::plan::ranks`] says.
+    pub order: Vec<String>,
 }
 
 impl Default for RingConfig {
@@ -63,6 +65,7 @@ impl Default for RingConfig {
             congestion: Congestion::Auto,
             secret: Secret::OPEN,
             insecure: false,
+            order: Vec::new(),
         }
     }
 }
@@ -425,7 +428,7 @@ impl Coordinator {
     fn begin(&mut self, attempt: u32) -> Result<Vec<Rank>, AggregatorError> {
         let ready: Vec<&Peer> = self.peers.iter().filter(|peer| peer.ready.is_some()).collect();
         let hosts: Vec<Host> = ready.iter().map(|peer| peer.host()).collect();
-        let order = topology::ring::order(&hosts);
+        let order = topology::plan::ranks(&hosts, &self.config.order);
         let ring: Vec<&Peer> = order.into_iter().map(|index| ready[index]).collect();
         let weight = |peer: &&Peer| peer.ready.as_ref().map_or(0.0, |ready| ready.examples);
         let ranks: Vec<(String, f64)> =
