@@ -82,8 +82,10 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // With a closed standard error there is only the status to tell by.
-            let _ = writeln!(anstream::stderr(), "fedlane: {}", output::error_text(&error));
+            // With a closed standard error there is only the status to tell by. In one piece: other
+            // processes may write there too.
+            let line = format!("fedlane: {}\n", output::error_text(&error));
+            let _ = std::io::stderr().write_all(line.as_bytes());
             ExitCode::FAILURE
         }
     }

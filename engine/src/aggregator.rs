@@ -1,239 +1,52 @@
 //! The process that averages: waits for its clients, runs rounds, sends the model back.
 
 mod broadcast;
+mod config;
 pub(crate) mod door;
+mod entry;
+mod event;
 mod gather;
 mod keep;
+mod lanes;
 mod loss;
 mod members;
+mod resume;
 mod round;
 mod tree;
 mod upload;
 
 use std::net::{SocketAddr, ToSocketAddrs};
-use std::ops::Range;
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender};
-use std::sync::{Arc, Mutex, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use crate::channel::DataChannel;
-use crate::control::{self, Congestion, ControlChannel, Heartbeat, Reader, printable};
-use crate::error::{AggregatorError, ControlError, LaneError, ProtocolError};
-use crate::lane::ConnectionId;
-use crate::lane::receive::{ChunkBuffers, Order, ReceiveReport};
-use crate::lane::send::SendBroken;
-use crate::limits;
-use crate::manifest::{ChunkTable, Manifest};
+use crate::control::{self, Heartbeat, printable};
+use crate::error::AggregatorError;
+use crate::manifest::Manifest;
 use crate::meter::Phase;
-use crate::paths::{ReceiveKind, SendKind};
 use crate::pool::RegionPool;
-use crate::quota::{Quota, Share};
-use crate::reducer::{AccumulatorLayout, Weights};
+use crate::reducer::Weights;
 use crate::region::Region;
-use crate::signal::Signal;
-use crate::sink::mean::{TileMemory, Wave};
+use crate::sink::mean::Wave;
 use crate::state::{Record, StateDir};
-use crate::sums::SumTable;
-use crate::sys::process;
-use crate::tls::ServerTls;
-use crate::topology::tree::Hearing;
-use crate::verdict::{Findings, UpdatePolicy, UpdateReport};
-use crate::wire::hello::{Place, Secret, SessionId, Ticket};
-use crate::wire::message::{AggregatorMessage, ClientMessage};
+use crate::verdict::UpdateReport;
+use crate::wire::hello::{Secret, SessionId};
+use crate::wire::message::AggregatorMessage;
 
+pub use config::{AggregatorConfig, Averaging, default_streams};
+use config::{allow_connections, check};
+pub(crate) use config::{descriptors_of, refuse_open};
 use door::{Door, Reception, Visit};
-pub(crate) use gather::{check_examples, check_model, check_name, refuse};
+pub(crate) use entry::{check_examples, check_model, check_name, refuse};
+use event::PeerShared;
+pub(crate) use event::{Event, Joined, WaitingRoom, label, read_client};
 use keep::Kept;
+use lanes::{Lanes, Model};
 use loss::Experience;
 pub use loss::OnLoss;
 use members::{Members, Notice};
 use tree::Tree;
-
-/// What happens to the updates.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Averaging {
-    /// Averaged while they arrive.
-    Streaming,
-    /// Added to the sums of clients who came in earlier sessions.
-    Wave,
-    /// Received whole, every client's into a region of its own, and averaged after: for norms, for
-    /// [`OnLoss::Spool`], and as the baseline that streaming is measured against.
-    Spool,
-    /// Received whole, every client's into a region of its own, and handed over; there is no mean.
-    Keep,
-    /// Checked and dropped; there is no mean. For benchmarks.
-    Checksum,
-    /// Dropped unseen; there is no mean. For benchmarks.
-    Discard,
-}
-
-/// How an aggregator works. [`Default`] gives every field but `clients` a value for daily use.
-#[derive(Clone, Debug)]
-pub struct AggregatorConfig {
-    /// Clients to wait for.
-    pub clients: usize,
-    /// Clients without whom there is no mean; all of them if this is not said.
-    pub min_clients: Option<usize>,
-    /// How long a round waits for updates, training included, before it goes on without those that
-    /// are late.
-    pub round_deadline: Option<Duration>,
-    /// How long a client whose connection broke may take to come back; zero for never.
-    pub reconnect: Duration,
-    /// Rounds that will be run; told to the clients.
-    pub rounds: u32,
-    /// Lanes, and so data channels of each client.
-    pub streams: usize,
-    /// Most bytes of a chunk.
-    pub chunk_bytes: u64,
-    /// Silence after which a peer is given up.
-    pub deadline: Duration,
-    /// In which order chunks are averaged.
-    pub order: Order,
-    /// What happens to the updates.
-    pub averaging: Averaging,
-    /// How updates are received.
-    pub receive_path: ReceiveKind,
-    /// How the model is sent; without a wish the best that the host offers.
-    pub send_path: Option<SendKind>,
-    /// Congestion control of the data channels.
-    pub congestion: Congestion,
-    /// What clients must know to be let in; [`Secret::OPEN`] lets in everyone.
-    pub secret: Secret,
-    /// TLS on all connections; without it nothing is encrypted.
-    pub tls: Option<ServerTls>,
-    /// Whether everyone may join also from other hosts.
-    pub insecure: bool,
-    /// What is done with bad updates.
-    pub updates: UpdatePolicy,
-    /// What is done about clients that are lost in mid-upload, where updates are averaged.
-    pub on_loss: OnLoss,
-    /// A directory in which the session is kept: a process that is started with it again goes on with
-    /// the session, as it was. The memory of the rounds are files there.
-    pub state: Option<PathBuf>,
-    /// Whether clients may be edges, which bring the sums of clients of their own: `docs/WIRE.md`
-    /// says how. [`Session::leaves`] then names all whose updates are in the mean.
-    pub tree: bool,
-    /// Bytes of the largest model that the first client may bring, where there is no initial one. What
-    /// the host has no memory for is refused in any case.
-    pub max_model_bytes: u64,
-}
-
-impl Default for AggregatorConfig {
-    fn default() -> Self {
-        AggregatorConfig {
-            clients: 1,
-            min_clients: None,
-            round_deadline: None,
-            reconnect: limits::DEADLINE,
-            rounds: 1,
-            streams: default_streams(),
-            chunk_bytes: limits::CHUNK_BYTES,
-            deadline: limits::DEADLINE,
-            order: Order::Arrival,
-            averaging: Averaging::Streaming,
-            receive_path: ReceiveKind::default(),
-            send_path: None,
-            congestion: Congestion::Auto,
-            secret: Secret::OPEN,
-            tls: None,
-            insecure: false,
-            updates: UpdatePolicy::default(),
-            on_loss: OnLoss::default(),
-            state: None,
-            tree: false,
-            max_model_bytes: limits::MAX_MODEL_BYTES,
-        }
-    }
-}
-
-/// One lane for each core this process may use: more gain nothing.
-pub fn default_streams() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from).min(limits::MAX_STREAMS)
-}
-
-/// Something that the session has to react to.
-pub(crate) enum Event {
-    Joined(Box<Joined>),
-    Stream {
-        connection: ConnectionId,
-        stream: u32,
-        channel: DataChannel,
-    },
-    Message {
-        connection: ConnectionId,
-        message: ClientMessage,
-        /// Given back when somebody has heard it.
-        _unheard: Share,
-    },
-    Lost {
-        connection: ConnectionId,
-        error: ControlError,
-    },
-    /// From a lane that receives.
-    Received {
-        lane: usize,
-        report: ReceiveReport,
-    },
-    /// From a lane that sends.
-    SendBroken(SendBroken),
-    /// The end of a lane.
-    Lane {
-        result: Result<(), LaneError>,
-    },
-    /// The memory of the rounds is there, or cannot be had; or the session shall end.
-    Warm {
-        result: Result<Phase, AggregatorError>,
-    },
-}
-
-/// A client that wants to join.
-pub(crate) struct Joined {
-    pub channel: ControlChannel,
-    pub address: SocketAddr,
-    pub name: String,
-    pub examples: f64,
-    pub header: Vec<u8>,
-    pub place: Place,
-    /// The ticket of its last plan, if it comes again.
-    pub resumes: Option<Ticket>,
-    /// Clients are ordered by rank, and those of one rank by name.
-    pub rank: usize,
-    /// Whether it brings the sums of clients of its own.
-    pub is_edge: bool,
-    /// Given back when somebody has looked at it: as long as it waits it holds its connection and the
-    /// header of its model.
-    pub seat: Option<(Share, Share)>,
-}
-
-/// Clients that may wait to be looked at.
-pub(crate) struct WaitingRoom {
-    seats: Arc<Quota>,
-    header_bytes: Arc<Quota>,
-}
-
-impl WaitingRoom {
-    pub(crate) fn new(clients: usize) -> WaitingRoom {
-        let seats = Quota::new((clients + limits::MAX_LATE) as u64);
-        WaitingRoom { seats, header_bytes: Quota::new(limits::MAX_JOINED_BYTES) }
-    }
-
-    pub(crate) fn seat(&self, client: &Joined) -> Option<(Share, Share)> {
-        self.seats.take(1).zip(self.header_bytes.take(client.header.len() as u64))
-    }
-}
-
-impl Joined {
-    /// For logs and errors.
-    pub fn label(&self) -> String {
-        label(&self.name, self.address)
-    }
-}
-
-pub(crate) fn label(name: &str, address: SocketAddr) -> String {
-    format!("client \"{name}\" ({address})")
-}
 
 /// A listening aggregator that has no clients yet.
 pub struct Aggregator {
@@ -346,133 +159,6 @@ impl Canceller {
     }
 }
 
-impl AggregatorConfig {
-    /// A norm is known when an update is whole, so updates that may be clipped are averaged after that.
-    fn settled(mut self) -> AggregatorConfig {
-        let why = match self.updates.clip_norm {
-            Some(_) => Some("their norms are needed"),
-            None if self.on_loss == OnLoss::Spool => Some("none of them is then sent again"),
-            None => None,
-        };
-        if let (Some(why), Averaging::Streaming) = (why, self.averaging) {
-            tracing::info!("updates are received whole before they are averaged: {why}");
-            self.averaging = Averaging::Spool;
-        }
-        self
-    }
-}
-
-fn check(config: &AggregatorConfig) -> Result<(), AggregatorError> {
-    let within = |what, value: u64, least: u64, most: u64| {
-        if (least..=most).contains(&value) {
-            Ok(())
-        } else {
-            Err(AggregatorError::Config { what, value, least, most })
-        }
-    };
-    within("clients", config.clients as u64, 1, limits::MAX_CLIENTS as u64)?;
-    if let Some(least) = config.min_clients {
-        within("min clients", least as u64, 1, config.clients as u64)?;
-    }
-    within("rounds", config.rounds.into(), 1, limits::MAX_ROUNDS.into())?;
-    within("streams", config.streams as u64, 1, limits::MAX_STREAMS as u64)?;
-    within("chunk bytes", config.chunk_bytes, limits::MIN_CHUNK_BYTES, limits::MAX_CHUNK_BYTES)?;
-    let possible = |norm: &f64| norm.is_finite() && *norm > 0.0;
-    if let Some(clip_norm) = config.updates.clip_norm.filter(|norm| !possible(norm)) {
-        return Err(AggregatorError::ClipNorm { clip_norm });
-    }
-    let averages = matches!(config.averaging, Averaging::Streaming | Averaging::Spool);
-    for (is_given, what) in [
-        (config.updates.clip_norm.is_some(), "--clip-norm"),
-        (config.state.is_some(), "--state"),
-        (!averages, "--averaging"),
-    ] {
-        if config.tree && is_given {
-            return Err(AggregatorError::Tree { what });
-        }
-    }
-    let deadline_ms = config.deadline.as_millis().min(u64::MAX.into()) as u64;
-    within("deadline in ms", deadline_ms, limits::MIN_DEADLINE_MS, limits::MAX_DEADLINE_MS)
-}
-
-/// Lets nobody in by oversight: behind a door that is open to all there must be nothing but this host,
-/// unless somebody says so.
-pub(crate) fn refuse_open(is_open: bool, bound: SocketAddr) -> Result<(), AggregatorError> {
-    match is_open && !bound.ip().to_canonical().is_loopback() {
-        true => Err(AggregatorError::Open { address: bound }),
-        false => Ok(()),
-    }
-}
-
-/// Makes room for the connections of all clients, or says now that there is none: later, clients
-/// would wait before a door that cannot open. Gives how many visitors there is room for besides.
-fn allow_connections(config: &AggregatorConfig) -> Result<usize, AggregatorError> {
-    let wanted = descriptors_of(config);
-    let limit = process::allow_open_files(wanted + VISITORS_DESCRIPTORS);
-    match limit < wanted {
-        true => Err(AggregatorError::OpenFiles { clients: config.clients, wanted, limit }),
-        false => Ok(visitors_within(limit - wanted)),
-    }
-}
-
-/// Open files that a session takes.
-pub(crate) fn descriptors_of(config: &AggregatorConfig) -> u64 {
-    let (clients, streams) = (config.clients as u64, config.streams as u64);
-    let sending = config.send_path.map_or_else(SendKind::most_descriptors, SendKind::descriptors);
-    let path = sending.max(config.receive_path.descriptors());
-    // A control channel is held by its reader and its writer, a data channel by its socket, its
-    // chunk buffer and its path; a lane has its signal, its poller and its tiles.
-    // An update that is received whole has a region.
-    let each_client = 3 + streams * (2 + path);
-    let each_lane = 2 + limits::MEAN_TILES as u64 + 1;
-    limits::OWN_DESCRIPTORS + streams * each_lane + clients * each_client
-}
-
-/// A visitor's socket is held twice, and that of another one by a thread that was made to leave.
-const EACH_VISITOR: u64 = 3;
-
-/// Those who are late hold one each.
-const VISITORS_DESCRIPTORS: u64 =
-    EACH_VISITOR * limits::MAX_VISITORS as u64 + limits::MAX_LATE as u64;
-
-/// How many visitors there may be, so that they do not take the descriptors of clients.
-fn visitors_within(descriptors: u64) -> usize {
-    let visitors = descriptors.saturating_sub(limits::MAX_LATE as u64) / EACH_VISITOR;
-    // At most `MAX_VISITORS`.
-    visitors.min(limits::MAX_VISITORS as u64).max(limits::MIN_VISITORS as u64) as usize
-}
-
-/// What the thread that reads a client's control channel shares with the lanes.
-#[derive(Default)]
-struct PeerShared {
-    sums: OnceLock<SumTable>,
-    /// What was found in its update.
-    findings: OnceLock<Findings>,
-    round: AtomicU32,
-    began: AtomicBool,
-    /// It is an edge, and this is what it said of its sums.
-    edge: Option<Mutex<Hearing>>,
-    /// Bytes of the update that came, and of the model that went, in this round.
-    came: AtomicU64,
-    sent: AtomicU64,
-}
-
-impl PeerShared {
-    /// Of a client of a session whose model is cut like that.
-    fn of(lanes: &Lanes) -> PeerShared {
-        let shared = PeerShared::default();
-        shared.cut(lanes);
-        shared
-    }
-
-    /// The model is known.
-    fn cut(&self, lanes: &Lanes) {
-        // Nothing else sets them.
-        let _ = self.sums.set(SumTable::new(&lanes.ranges, &lanes.signals));
-        let _ = self.findings.set(Findings::new(lanes.chunks.len()));
-    }
-}
-
 /// An aggregator with all its clients.
 pub struct Session {
     config: AggregatorConfig,
@@ -506,20 +192,6 @@ pub struct Session {
     _admission: Admission,
 }
 
-/// How the model is cut up, and what is kept warm for each lane.
-struct Lanes {
-    chunks: ChunkTable,
-    ranges: Vec<Range<usize>>,
-    signals: Vec<Arc<Signal>>,
-    /// Of each lane, which holds the lock while it receives.
-    buffers: Vec<Mutex<ChunkBuffers>>,
-    tiles: Vec<TileMemory>,
-    /// Absent when updates are dropped.
-    layout: Option<AccumulatorLayout>,
-    /// What is cut up, where that is the sums of the model and not the model.
-    sums: Option<Manifest>,
-}
-
 /// Lets the data channels of a session in as long as it lives.
 struct Admission {
     door: Arc<Door>,
@@ -530,12 +202,6 @@ impl Drop for Admission {
     fn drop(&mut self) {
         self.door.dismiss(&self.session);
     }
-}
-
-/// The model of the last round, or the initial one, and the checksums of its chunks.
-struct Model {
-    region: Arc<Region>,
-    sums: Vec<u64>,
 }
 
 /// How far each client is, for progress displays.
@@ -568,115 +234,6 @@ impl Progress {
             uploaded_bytes: shared.came.load(Ordering::Relaxed),
             downloaded_bytes: shared.sent.load(Ordering::Relaxed),
         })
-    }
-}
-
-/// Sizes of the regions that rounds need.
-struct Sizes {
-    /// Absent when updates are dropped.
-    accumulator: Option<u64>,
-    /// Absent where the mean takes the place of the sums.
-    model: Option<u64>,
-    /// One for each client, where updates are received whole before they are averaged.
-    spool: Vec<u64>,
-}
-
-impl Sizes {
-    fn new(
-        config: &AggregatorConfig,
-        averaging: Averaging,
-        manifest: &Manifest,
-        layout: Option<&AccumulatorLayout>,
-    ) -> Sizes {
-        let model_bytes = manifest.data_bytes();
-        let copies = match averaging {
-            Averaging::Spool | Averaging::Keep => config.clients,
-            _ => 0,
-        };
-        // Chunk after chunk from every client, sums never leave their tile, unless they are kept.
-        let in_turn = averaging == Averaging::Streaming
-            && config.order == Order::Client
-            && config.state.is_none();
-        let wave = averaging == Averaging::Wave;
-        let holds_sums = |layout: &&AccumulatorLayout| !wave && (layout.is_in_place() || !in_turn);
-        Sizes {
-            // Sums of a tree go on as they are.
-            accumulator: layout
-                .filter(|layout| config.tree || holds_sums(layout))
-                .map(AccumulatorLayout::bytes),
-            model: layout
-                .filter(|layout| !wave && !config.tree && !layout.is_in_place())
-                .map(|_| model_bytes),
-            spool: vec![model_bytes; copies],
-        }
-    }
-
-    fn all(&self) -> impl Iterator<Item = u64> {
-        self.accumulator.into_iter().chain(self.model).chain(self.spool.iter().copied())
-    }
-}
-
-/// Reads one client's control channel until it ends. `note` takes what it can, and gives back what the
-/// session must decide on.
-pub(crate) fn read_client(
-    mut reader: Reader,
-    connection: ConnectionId,
-    events: &Sender<Event>,
-    note: impl Fn(ClientMessage) -> Result<Option<ClientMessage>, ProtocolError>,
-) {
-    let unheard = Quota::new(limits::MAX_UNHEARD_BYTES);
-    loop {
-        let event = match hear(&mut reader, &note, &unheard) {
-            Ok(None) => continue,
-            Ok(Some((message, share))) => Event::Message { connection, message, _unheard: share },
-            Err(error) => Event::Lost { connection, error },
-        };
-        let last = matches!(event, Event::Lost { .. });
-        if events.send(event).is_err() || last {
-            return;
-        }
-    }
-}
-
-/// Reads one message, and gives it with its share of what may wait to be heard, if the session must
-/// decide on it.
-fn hear(
-    reader: &mut Reader,
-    note: &impl Fn(ClientMessage) -> Result<Option<ClientMessage>, ProtocolError>,
-    unheard: &Arc<Quota>,
-) -> Result<Option<(ClientMessage, Share)>, ControlError> {
-    let bytes = reader.read_length(limits::MAX_SHORT_FRAME_BYTES)?;
-    let Some(message) = note(reader.read_body(bytes)?)? else { return Ok(None) };
-    let share = unheard.take(bytes + limits::UNHEARD_BYTES).ok_or(ProtocolError::Flood)?;
-    Ok(Some((message, share)))
-}
-
-/// Takes what concerns the lanes; gives back what the session must decide on.
-fn note(
-    message: ClientMessage,
-    shared: &PeerShared,
-) -> Result<Option<ClientMessage>, ProtocolError> {
-    match message {
-        ClientMessage::Alive => Ok(None),
-        ClientMessage::Sums { first, sums } => {
-            let table = shared.sums.get().ok_or(ProtocolError::Unexpected { what: "checksums" })?;
-            table.announce(first, &sums)?;
-            Ok(None)
-        }
-        ClientMessage::Uploading { round } => {
-            let current = shared.round.load(Ordering::SeqCst);
-            // The lanes may have all bytes of a round before this thread reads that they come.
-            if (1..current).contains(&round) {
-                return Ok(None);
-            }
-            if round != current || round == 0 {
-                return Err(ProtocolError::Unexpected { what: "an upload" });
-            }
-            shared.began.store(true, Ordering::Release);
-            Ok(Some(message))
-        }
-        ClientMessage::Leaves { .. } => tree::note(message, shared),
-        other => Ok(Some(other)),
     }
 }
 

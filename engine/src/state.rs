@@ -345,6 +345,9 @@ impl StateDir {
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         let file = open(&path, flags, Mode::empty())
             .map_err(|error| failed("open", &path, error.into()))?;
+        // A copy may have holes, and the disk no room for what they stand for: SIGBUS again.
+        fallocate(&file, FallocateFlags::empty(), 0, bytes.max(1))
+            .map_err(|error| failed("keep", &path, error.into()))?;
         let region = Region::adopt(file, 0, bytes)
             .map_err(|error| StateError::Damaged { path, why: error.to_string() })?;
         Ok(region.named(name.to_owned()))

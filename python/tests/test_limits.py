@@ -20,6 +20,7 @@ class Round:
 
     def __init__(self, values=(1.0, 3.0, 8.0), third=None, rounds=1, **arguments) -> None:
         arguments = {"deadline_ms": LONG_MS} | arguments
+        self.told = {name: [] for name in "abc"}
         with (
             ThreadPoolExecutor() as pool,
             fedlane.Aggregator("127.0.0.1:0", clients=3, rounds=rounds, **arguments) as aggregator,
@@ -50,6 +51,7 @@ class Round:
                 if send:
                     send(client)
                 client.send()
+                self.told[name].append(client.left_out)
 
 
 def spoil(client: fedlane.Client) -> None:
@@ -90,8 +92,19 @@ def test_a_bad_update_is_left_out(order):
     bad = done.aggregator.updates[2]
     assert (bad["client"], bad["counted"], bad["rejected"]) == ("c", False, "nonfinite")
     assert (bad["nonfinite"], bad["first_nonfinite"], bad["weight"]) == (2, ("w", 7), 0.0)
-    assert done.clients[:2] == [None, None]
-    assert isinstance(done.clients[2], fedlane.PeerError)
+    assert done.clients == [None, None, None]
+
+
+@pytest.mark.parametrize("on_loss", ["redo", "spool", "auto"])
+def test_a_client_with_a_bad_update_takes_part_in_the_next_round(on_loss):
+    turns = iter([spoil, lambda client: None])
+    done = Round(third=lambda client: next(turns)(client), min_clients=2, rounds=2, on_loss=on_loss)
+    assert (done.mean.numpy("w") == 4.0).all()
+    assert done.aggregator.left_out == {}
+    assert done.clients == [None, None, None]
+    assert done.told["a"] == done.told["b"] == [None, None]
+    assert 'element 7 of tensor "w" is NaN or infinite' in done.told["c"][0]
+    assert done.told["c"][1] is None
 
 
 def test_a_bad_update_ends_a_session_that_needs_everyone():

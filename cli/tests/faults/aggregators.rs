@@ -281,3 +281,32 @@ fn an_address_without_a_port() {
     let client = Process::join("127.0.0.1", "a", &["--generate", "1KiB"]);
     client.fails(SOON, &["cannot reach", "127.0.0.1"]);
 }
+
+/// A client with so much time to dial that only another rule can end it soon.
+fn patient(address: &str) -> Process {
+    let args = ["--generate=1MiB", "--deadline-ms=60000", "--reconnect-ms=60000"];
+    Process::join(address, "victim", &args)
+}
+
+#[test]
+fn an_aggregator_that_ends_in_the_middle_of_a_handshake() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let client = patient(&address);
+    let (socket, _) = listener.accept().unwrap();
+    drop((listener, socket));
+    client.fails(SOON, &[address.as_str()]);
+}
+
+#[test]
+fn an_aggregator_that_begins_again_while_a_client_waits() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let client = patient(&address);
+    drop(FakeAggregator::welcome(listener));
+    client.await_word("dialling again");
+    std::thread::sleep(Duration::from_millis(300));
+    let serve = Process::start(&["serve", "--clients=1", "--listen", &address]);
+    serve.succeeds(SOON);
+    client.succeeds(SOON);
+}

@@ -1,6 +1,7 @@
 //! An aggregator that keeps its session on disk, and what can be wrong with that.
 
 use std::path::Path;
+use std::time::Duration;
 
 use rustix::process::Signal;
 
@@ -213,4 +214,62 @@ fn a_disk_without_room_for_the_state() {
     let (_, said) = shell.end(SOON);
     assert!(said.contains("the disk of") && said.contains("leaves 4 MiB"), "{said}");
     assert!(!said.contains("region-1\n"), "half a region stayed:\n{said}");
+}
+
+/// Two clients, three rounds, and a small disk at `$1` that is filled while a client trains for the second
+/// one. When there is room again, the same commands go on. `$2` is the model, `$3` how the session is kept.
+const FILLED: &str = r#"
+    disk=$1; model=$2; options=$3; address=127.0.0.1:0
+    mount -t tmpfs -o size=16m none "$disk"
+    session() {
+        : >"$model.out"
+        "$0" serve --listen=$address --clients=2 --rounds=3 $options >>"$model.out" 2>&1 & server=$!
+        until grep -q 'listening on' "$model.out"; do sleep 0.02; done
+        address=$(sed -n 's/listening on \([^,]*\),.*/\1/p' "$model.out")
+        "$0" join $address --name=a --model="$model" --train "$train" &
+        "$0" join $address --name=b --model="$model" &
+        status=0; wait $server || status=$?
+        wait; cat "$model.out" >&2
+    }
+    train="test \$FEDLANE_ROUND != 2 || head -c 99000000 /dev/zero >$disk/fill || true"
+    session; test $status = 1 || exit 9
+    test ! -e "$disk/state/session.next" || exit 8
+    rm "$disk/fill"; train=true
+    session; test $status = 0 || exit 7
+    ls "$disk" "$disk/state" "$model.state" 2>/dev/null | grep -e session -e region && exit 6
+    cmp "$model" "$model.mean" || cmp "$model" "$disk/mean"
+"#;
+
+fn filled(options: impl Fn(&str, &str) -> String, words: &[&str]) {
+    let (directory, disk) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let header = format!("{{{}}}", tensor("w", "F32", "[500000]", 0, 2_000_000));
+    let mut file = model_file(&header, 0);
+    (0..500_000_u32).for_each(|index| file.extend((index as f32).to_le_bytes()));
+    let model = directory.path().join("model");
+    std::fs::write(&model, file).unwrap();
+    let (disk, model) = (disk.path().to_str().unwrap(), model.to_str().unwrap());
+    let Some(shell) = in_namespace(FILLED, &[disk, model, &options(disk, model)]) else { return };
+    let (status, said) = shell.end(Duration::from_secs(60));
+    assert!(status.success(), "{status}: {said}");
+    let kept = ["the session is kept in", "start the same command again"];
+    words
+        .iter()
+        .chain(&kept)
+        .for_each(|word| assert!(said.contains(word), "no {word:?} in:\n{said}"));
+}
+
+#[test]
+fn a_disk_that_is_filled_under_a_session_that_is_kept_there() {
+    for on_loss in ["redo", "spool"] {
+        let options = |disk: &str, model: &str| {
+            format!("--state={disk}/state --output={model}.mean --on-loss={on_loss}")
+        };
+        filled(options, &["cannot write", "/state/session", "No space left on device"]);
+    }
+}
+
+#[test]
+fn a_disk_that_is_filled_under_the_output_of_a_session_that_is_kept() {
+    let options = |disk: &str, model: &str| format!("--state={model}.state --output={disk}/mean");
+    filled(options, &["no room for", "/mean"]);
 }

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::members::{Members, Notice, Peer, unexpected};
-use super::{Event, Lanes, PeerShared};
+use super::event::{Event, PeerShared, unexpected};
+use super::lanes::Lanes;
+use super::members::{Members, Notice, Peer};
 use crate::error::{AggregatorError, Fault, LaneError, ProtocolError};
 use crate::lane::send::{Outgoing, SendOrder, Sending, send};
 use crate::lane::{Inbox, start_lane};

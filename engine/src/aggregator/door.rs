@@ -10,7 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::{Event, Joined};
+use super::entry::refuse;
+use super::event::{Event, Joined};
 use crate::channel::DataChannel;
 use crate::control::{self, Congestion, ControlChannel, printable};
 use crate::error::{ControlError, DoorError};
@@ -409,7 +410,7 @@ fn check_name(channel: &ControlChannel, name: &str, hall: &Hall) -> Result<(), D
         return Ok(());
     }
     let error = DoorError::Name { name: printable(name) };
-    super::refuse(channel, &error.to_string());
+    refuse(channel, &error.to_string());
     Err(error)
 }
 

@@ -7,27 +7,24 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+use super::config::AggregatorConfig;
 use super::door::Tickets;
+use super::entry::{self, Knocking, bad_weight, refuse};
+use super::event::{Event, Joined, PeerShared, label, unexpected};
 use super::keep::{Kept, new_record};
+use super::lanes::{Lanes, Sizes, accumulator_layout};
 use super::loss::Experience;
-use super::members::{
-    Connection, Link, Members, Notice, Peer, Terms, connect, is_interruption, unexpected,
-};
+use super::members::{Connection, Link, Members, Notice, Peer, Terms, connect};
 use super::tree::Tree;
 use super::upload::Upload;
-use super::{
-    Admission, Aggregator, AggregatorConfig, Averaging, Event, Joined, Lanes, PeerShared, Session,
-    Sizes, label,
-};
-use crate::control::{self, ControlChannel, Heartbeat, Listeners, printable, random};
+use super::{Admission, Aggregator, Session};
+use crate::control::{self, Heartbeat, Listeners, printable, random};
 use crate::error::{AggregatorError, Fault, ReducerError};
 use crate::lane::ConnectionId;
 use crate::limits;
 use crate::manifest::Manifest;
 use crate::meter::{Meter, Phase};
 use crate::reducer::{AccumulatorLayout, Weights};
-use crate::signal::Signal;
-use crate::sink::mean::TileMemory;
 use crate::wire::hello::{SessionId, Ticket};
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
@@ -70,34 +67,22 @@ impl Aggregator {
             listeners: listeners.clone(),
             began: None,
             departed: Vec::new(),
-            knocking: Vec::new(),
+            knocking: Knocking::default(),
             warmed: None,
             has_initial: manifest.is_some(),
         };
-        if let Some(manifest) = manifest {
-            gathering.set_model(manifest)?;
+        let directory = gathering.aggregator.state.as_ref().map(|(directory, _)| directory.clone());
+        let prepared =
+            gathering.prepare(manifest, agree).inspect_err(|error| gathering.tell_all(error));
+        let session = prepared.and_then(|prepared| gathering.connect(prepared, heartbeat));
+        // What never began is not gone on with.
+        if let (Err(_), Some(directory)) = (&session, directory)
+            && let Err(error) = directory.clear()
+        {
+            tracing::warn!("{error}");
         }
-        if let Err(error) = gathering.collect() {
-            gathering.tell_all(&error);
-            return Err(error);
-        }
-        if let Err(error) = gathering.agree_on_rounds(agree) {
-            gathering.tell_all(&error);
-            return Err(error);
-        }
-        gathering.connect(heartbeat)
+        session
     }
-}
-
-/// Where the sums of this model go, if there is a mean.
-pub(super) fn accumulator_layout(
-    config: &AggregatorConfig,
-    manifest: &Manifest,
-) -> Result<Option<AccumulatorLayout>, AggregatorError> {
-    if matches!(config.averaging, Averaging::Keep | Averaging::Checksum | Averaging::Discard) {
-        return Ok(None);
-    }
-    Ok(Some(AccumulatorLayout::of(manifest)?))
 }
 
 struct Gathering {
@@ -111,13 +96,20 @@ struct Gathering {
     began: Option<Instant>,
     /// Who has left and may come back, until then.
     departed: Vec<Departed>,
-    /// Who has the name of somebody whose connection may have broken without a sign, and until when
-    /// that is waited for.
-    knocking: Vec<(Instant, Joined)>,
+    knocking: Knocking,
     /// How the memory of the rounds was prepared, once it is.
     warmed: Option<Phase>,
     /// Whether the model is the aggregator's.
     has_initial: bool,
+}
+
+/// A session that nobody has been told of.
+struct Prepared {
+    session: SessionId,
+    manifest: Manifest,
+    lanes: Lanes,
+    tree: Option<Tree>,
+    kept: Option<Kept>,
 }
 
 struct Departed {
@@ -245,13 +237,13 @@ impl Gathering {
         let candidate = self.candidates.remove(place);
         let reason = printable(&format!("{}: {fault}", candidate.label()));
         let _ = candidate.connection.writer.send_if_idle(&AggregatorMessage::Failed { reason });
-        let reconnect = self.aggregator.config.reconnect;
-        if !is_interruption(&fault) || reconnect.is_zero() {
+        let AggregatorConfig { deadline, reconnect, .. } = self.aggregator.config;
+        let Some(patience) = entry::patience(&fault, deadline, reconnect) else {
             return self.suffer(candidate.fault(fault));
-        }
+        };
         tracing::warn!("{}: {fault}; it is expected back", candidate.label());
         let error = candidate.fault(fault);
-        let until = Instant::now() + reconnect;
+        let until = Instant::now() + patience;
         self.departed.push(Departed { name: candidate.name, until, error });
         Ok(())
     }
@@ -268,8 +260,7 @@ impl Gathering {
 
     fn look_at_clock(&mut self) -> Result<(), AggregatorError> {
         let now = Instant::now();
-        let waited: Vec<_> = self.knocking.extract_if(.., |(until, _)| *until <= now).collect();
-        waited.into_iter().try_for_each(|(_, joined)| self.join(joined))?;
+        self.knocking.due().into_iter().try_for_each(|joined| self.join(joined))?;
         let gone: Vec<_> = self.departed.extract_if(.., |gone| gone.until <= now).collect();
         gone.into_iter().try_for_each(|gone| self.suffer(gone.error))
     }
@@ -288,9 +279,8 @@ impl Gathering {
             refuse(&joined.channel, why);
             return Ok(());
         }
-        let patience = limits::LAST_WORDS;
         match self.is_taken(&joined) && !self.aggregator.config.reconnect.is_zero() {
-            true => self.knocking.push((Instant::now() + patience, joined)),
+            true => self.knocking.wait(joined),
             false => self.join(joined)?,
         }
         Ok(())
@@ -336,13 +326,11 @@ impl Gathering {
     }
 
     fn check(&mut self, joined: &Joined) -> Result<Manifest, Fault> {
-        check_name(&joined.name, self.is_taken(joined))?;
-        check_examples(joined.examples)?;
         if joined.is_edge && !self.aggregator.config.tree {
             return Err(Fault::Edge);
         }
         let session = self.model.as_ref().map(|(manifest, _)| manifest);
-        let manifest = check_model(session, &joined.header)?;
+        let manifest = entry::check(joined, self.is_taken(joined), None, session)?;
         if session.is_none() {
             self.check_size(&manifest)?;
         }
@@ -370,27 +358,44 @@ impl Gathering {
         candidate.fault(Fault::Weight { examples: candidate.examples, why })
     }
 
-    /// Sends each client its plan, and waits for its data channels and for the memory.
-    fn connect(mut self, heartbeat: Heartbeat) -> Result<Session, AggregatorError> {
+    /// Waits for the clients, and makes the session that they will be in.
+    fn prepare(
+        &mut self,
+        manifest: Option<Manifest>,
+        agree: impl FnOnce(&Manifest, f64, u32) -> Result<u32, AggregatorError>,
+    ) -> Result<Prepared, AggregatorError> {
+        if let Some(manifest) = manifest {
+            self.set_model(manifest)?;
+        }
+        self.collect()?;
+        self.agree_on_rounds(agree)?;
         let (manifest, layout) = self.model.clone().ok_or_else(|| io::Error::other("no client"))?;
         let examples: Vec<f64> = self.candidates.iter().map(|c| c.examples).collect();
         // Each round makes its own; what is wrong with them shows now.
-        Weights::new(&examples)
-            .map_err(|error| self.blame(error))
-            .inspect_err(|e| self.tell_all(e))?;
-        let lanes = Lanes::cut(&self.aggregator.config, &manifest, layout)?;
+        Weights::new(&examples).map_err(|error| self.blame(error))?;
         let config = &self.aggregator.config;
+        let lanes = Lanes::cut(config, &manifest, layout)?;
         let tree =
             config.tree.then(|| Tree::new(config, &manifest, lanes.ranges.len())).transpose()?;
+        let session = random()?;
+        // Before anybody knows of the session.
+        let kept = self.begin_to_keep(session, &manifest, &lanes)?;
+        Ok(Prepared { session, manifest, lanes, tree, kept })
+    }
+
+    /// Sends each client its plan, and waits for its data channels and for the memory.
+    fn connect(
+        mut self,
+        prepared: Prepared,
+        heartbeat: Heartbeat,
+    ) -> Result<Session, AggregatorError> {
+        let Prepared { session, manifest, lanes, tree, kept } = prepared;
         let warmed = self.warmed.take();
         let config = &self.aggregator.config;
         let min_clients = config.min_clients.unwrap_or(config.clients);
-        let (mut members, admission, kept) = self.agree(manifest, &lanes, tree.as_ref())?;
+        let (mut members, admission) = self.agree(session, manifest, &lanes, tree.as_ref());
         let warmed = members.await_all(warmed, min_clients).inspect_err(|error| {
             members.tell_all(&AggregatorMessage::Failed { reason: printable(&error.to_string()) });
-            if let Some(Err(error)) = kept.as_ref().map(Kept::end) {
-                tracing::warn!("{error}");
-            }
         })?;
         // Some may never have come.
         self.aggregator.config.clients = members.peers.len();
@@ -401,24 +406,27 @@ impl Gathering {
         Ok(session)
     }
 
+    fn begin_to_keep(
+        &self,
+        session: SessionId,
+        manifest: &Manifest,
+        lanes: &Lanes,
+    ) -> Result<Option<Kept>, AggregatorError> {
+        let Some((directory, _)) = &self.aggregator.state else { return Ok(None) };
+        let clients = self.candidates.iter().map(|c| (c.name.clone(), c.address, c.examples));
+        let config = &self.aggregator.config;
+        let record = new_record(config, session, manifest, clients, self.has_initial);
+        Kept::begin(directory.clone(), record, &lanes.chunks).map(Some)
+    }
+
     /// Makes the candidates members, and sends each its plan.
     fn agree(
         &mut self,
+        session: SessionId,
         manifest: Manifest,
         lanes: &Lanes,
         tree: Option<&Tree>,
-    ) -> Result<(Members, Admission, Option<Kept>), AggregatorError> {
-        let session = random()?;
-        let clients = self.candidates.iter().map(|c| (c.name.clone(), c.address, c.examples));
-        // Before anybody knows of the session.
-        let kept = match &self.aggregator.state {
-            Some((directory, _)) => {
-                let config = &self.aggregator.config;
-                let record = new_record(config, session, &manifest, clients, self.has_initial);
-                Some(Kept::begin(directory.clone(), record, &lanes.chunks)?)
-            }
-            None => None,
-        };
+    ) -> (Members, Admission) {
         let terms = self.aggregator.terms(session, lanes, manifest);
         let (listeners, next) = (self.listeners.clone(), self.next_connection);
         let (mut members, admission) = self.aggregator.members(terms, listeners, next);
@@ -442,7 +450,7 @@ impl Gathering {
             // Who does not read it opens no data channels either.
             let _ = writer.send(&AggregatorMessage::Plan(plan));
         }
-        Ok((members, admission, kept))
+        (members, admission)
     }
 }
 
@@ -483,7 +491,7 @@ impl Aggregator {
             noticed: VecDeque::new(),
             put_off: VecDeque::new(),
             looked: false,
-            knocking: Vec::new(),
+            knocking: Knocking::default(),
         };
         (members, Admission { door, session })
     }
@@ -569,83 +577,5 @@ impl Members {
         }
         tracing::warn!("{}: {fault}; {left} clients are left", self.peers[peer].label());
         Ok(())
-    }
-}
-
-impl Lanes {
-    pub(super) fn cut(
-        config: &AggregatorConfig,
-        manifest: &Manifest,
-        layout: Option<AccumulatorLayout>,
-    ) -> Result<Lanes, AggregatorError> {
-        let chunks = manifest.chunks(config.chunk_bytes)?.len();
-        // More lanes than chunks would leave some without work.
-        let streams = config.streams.min(chunks.max(1));
-        Lanes::cut_into(config.chunk_bytes, streams, manifest, layout)
-    }
-
-    pub(super) fn cut_into(
-        chunk_bytes: u64,
-        streams: usize,
-        manifest: &Manifest,
-        layout: Option<AccumulatorLayout>,
-    ) -> Result<Lanes, AggregatorError> {
-        let chunks = manifest.chunks(chunk_bytes)?;
-        let ranges = chunks.lanes(streams);
-        let signals: io::Result<_> = ranges.iter().map(|_| Signal::new().map(Arc::new)).collect();
-        Ok(Lanes {
-            chunks,
-            signals: signals?,
-            buffers: ranges.iter().map(|_| Mutex::default()).collect(),
-            tiles: ranges.iter().map(|_| TileMemory::default()).collect(),
-            ranges,
-            layout,
-            sums: None,
-        })
-    }
-}
-
-/// Tells a visitor why he cannot stay.
-pub(crate) fn refuse(channel: &ControlChannel, reason: &str) {
-    // A visitor that is gone need not hear it.
-    let _ = channel.writer.send(&AggregatorMessage::Failed { reason: reason.to_owned() });
-}
-
-pub(crate) fn check_name(name: &str, taken: bool) -> Result<(), Fault> {
-    match name {
-        _ if taken => {
-            Err(Fault::Name { why: "is taken by another client; give each its own --name" })
-        }
-        "" => Err(Fault::Name { why: "is empty" }),
-        _ => Ok(()),
-    }
-}
-
-pub(crate) fn check_examples(examples: f64) -> Result<(), Fault> {
-    if examples.is_finite() && examples >= 0.0 { Ok(()) } else { Err(Fault::Examples { examples }) }
-}
-
-/// Whose weight cannot be used beside those of the others, and why.
-pub(super) fn bad_weight(error: &ReducerError) -> Option<(usize, &'static str)> {
-    match error {
-        ReducerError::WeightTooSmall { client, .. } => {
-            Some((*client, "is too small beside the others; set it to zero"))
-        }
-        ReducerError::WeightSum { client, .. } => {
-            Some((*client, "makes their sum overflow; scale all of them down"))
-        }
-        _ => None,
-    }
-}
-
-/// The manifest behind a client's header, if it is the session's; an empty header asks for that.
-pub(crate) fn check_model(session: Option<&Manifest>, header: &[u8]) -> Result<Manifest, Fault> {
-    if let (Some(session), true) = (session, header.is_empty()) {
-        return Ok(session.clone());
-    }
-    let client = Manifest::from_header(header)?;
-    match session.and_then(|session| session.first_difference(&client)) {
-        Some(difference) => Err(Fault::Model { difference }),
-        None => Ok(client),
     }
 }

@@ -3,20 +3,17 @@
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
-use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::door::{Door, Expiry, Pass};
-use super::gather::{check_model, refuse};
-use super::{Event, Joined, PeerShared, label, note, read_client};
+use super::entry::{self, Knocking, is_first_sign, refuse, was_silent};
+use super::event::{Event, Joined, PeerShared, label, note, read_client, unexpected};
 use crate::channel::DataChannel;
 use crate::control::{self, ControlChannel, Listeners, Writer, printable, random};
-use crate::error::{
-    AggregatorError, ControlError, Fault, LaneError, ProtocolError, TransferError, WireError,
-};
+use crate::error::{AggregatorError, ControlError, Fault, LaneError};
 use crate::lane::receive::ReceiveReport;
 use crate::lane::send::SendBroken;
 use crate::lane::{ConnectionId, Inbox};
@@ -178,9 +175,8 @@ pub(super) struct Members {
     pub put_off: VecDeque<Event>,
     /// What had come was taken, and what is due may now happen.
     pub looked: bool,
-    /// Who wants to come back while his last connection still seems to stand, and until when it is
-    /// looked at again.
-    pub knocking: Vec<(Instant, Joined)>,
+    /// Who wants to come back while his last connection still seems to stand.
+    pub knocking: Knocking,
 }
 
 impl Members {
@@ -300,14 +296,12 @@ impl Members {
             Link::Down { linger, until, .. } => Some((*linger).min(*until)),
             _ => None,
         };
-        let knocking = self.knocking.iter().map(|(until, _)| *until);
-        self.peers.iter().filter_map(due).chain(knocking).min()
+        self.peers.iter().filter_map(due).chain(self.knocking.next_due()).min()
     }
 
     fn due(&mut self) -> Option<Notice> {
         let now = Instant::now();
-        let waited = self.knocking.extract_if(.., |(until, _)| *until <= now).collect::<Vec<_>>();
-        waited.into_iter().for_each(|(_, joined)| self.receive(joined, Duration::ZERO));
+        self.knocking.due().into_iter().for_each(|joined| self.take_back(joined));
         for index in 0..self.peers.len() {
             let peer = &mut self.peers[index];
             match &mut peer.link {
@@ -346,7 +340,7 @@ impl Members {
             Event::SendBroken(broken) => Ok(Some(Notice::Send(broken))),
             Event::Warm { result } => Ok(Some(Notice::Warm(result?))),
             Event::Joined(joined) => {
-                self.receive(*joined, limits::LAST_WORDS);
+                self.receive(*joined);
                 Ok(None)
             }
             Event::Stream { connection, stream, channel } => {
@@ -355,7 +349,7 @@ impl Members {
             Event::Message { connection, message, .. } => Ok(self.hear(connection, message)),
             Event::Lost { connection, error } => {
                 // Who knocks may be the one whose connection this was.
-                self.knocking.iter_mut().for_each(|(until, _)| *until = Instant::now());
+                self.knocking.hurry();
                 let Some(peer) = self.find(connection) else { return Ok(None) };
                 let fault = Fault::from(error);
                 match &mut self.peers[peer].link {
@@ -402,7 +396,7 @@ impl Members {
             self.peers[index].link = Link::Gone { why: fault.to_string() };
             return Notice::Gone(index, fault);
         }
-        let returns = is_interruption(&fault) && !self.terms.reconnect.is_zero();
+        let patience = entry::patience(&fault, self.terms.deadline, self.terms.reconnect);
         let now = Instant::now();
         let peer = &mut self.peers[index];
         let gone = Link::Gone { why: fault.to_string() };
@@ -414,49 +408,49 @@ impl Members {
                 return Notice::Gone(index, fault);
             }
         };
-        // Who may not come back can still have the last word.
-        let patience = match &fault {
-            _ if !returns => limits::LAST_WORDS,
-            // It was silent for half of the deadline already.
-            Fault::Control(ControlError::Silent)
-            | Fault::Transfer(TransferError::Stalled { .. } | TransferError::NoChecksum) => {
-                let rest = self.terms.deadline / 2;
-                self.terms.reconnect.saturating_sub(rest).max(rest)
-            }
-            _ => self.terms.reconnect,
-        };
-        if !returns && !is_first_sign(&fault) {
+        if patience.is_none() && !is_first_sign(&fault) {
             let reason = printable(&format!("{}: {fault}", peer.label()));
             if let Some(old) = old {
                 let _ = old.writer.send_if_idle(&AggregatorMessage::Failed { reason });
             }
             return Notice::Gone(index, fault);
         }
-        if returns {
+        if patience.is_some() {
             tracing::warn!("{}: {fault}; it is expected back", peer.label());
         }
-        // Who was silent has no last words, and may not know that its connection is broken.
-        let was_silent = matches!(
-            fault,
-            Fault::Control(ControlError::Silent)
-                | Fault::Transfer(TransferError::Stalled { .. } | TransferError::NoChecksum)
-        );
-        let linger = now + if was_silent { Duration::ZERO } else { limits::LAST_WORDS };
-        peer.link = Link::Down { old, fault, linger, until: now + patience };
+        let linger = now + if was_silent(&fault) { Duration::ZERO } else { limits::LAST_WORDS };
+        // Who may not come back can still have the last word.
+        let until = now + patience.unwrap_or(limits::LAST_WORDS);
+        peer.link = Link::Down { old, fault, linger, until };
         Notice::Down(index)
     }
 
-    /// A client comes (again).
-    fn receive(&mut self, joined: Joined, patience: Duration) {
-        let Some(index) = self.peers.iter().position(|peer| peer.name == joined.name) else {
+    /// Somebody comes. Who has the name of one who is connected waits a moment.
+    fn receive(&mut self, joined: Joined) {
+        match self.place_of(&joined).is_some_and(|index| self.seems_connected(index, &joined)) {
+            true => self.knocking.wait(joined),
+            false => self.take_back(joined),
+        }
+    }
+
+    fn place_of(&self, joined: &Joined) -> Option<usize> {
+        self.peers.iter().position(|peer| peer.name == joined.name)
+    }
+
+    /// Lets a client come back, or says why not.
+    fn take_back(&mut self, joined: Joined) {
+        let Some(index) = self.place_of(&joined) else {
             tracing::warn!("{} came too late: all clients have joined already", joined.label());
             let clients = self.peers.len();
             return refuse(&joined.channel, &format!("all {clients} clients have joined already"));
         };
-        if self.seems_connected(index, &joined) && !patience.is_zero() {
-            return self.knocking.push((Instant::now() + patience, joined));
-        }
-        if let Err(why) = self.check_return(index, &joined) {
+        let (is_taken, before) = (self.seems_connected(index, &joined), self.peers[index].examples);
+        let is_edge = self.peers[index].shared.is_edge();
+        let checked = match joined.is_edge == is_edge {
+            true => entry::check(&joined, is_taken, Some(before), Some(&self.terms.manifest)),
+            false => Err(Fault::Name { why: "belongs to another client" }),
+        };
+        if let Err(why) = checked {
             tracing::warn!("{} was not let in again: {why}", joined.label());
             return refuse(&joined.channel, &format!("{}: {why}", joined.label()));
         }
@@ -473,23 +467,6 @@ impl Members {
             }
             _ => false,
         }
-    }
-
-    fn check_return(&self, index: usize, joined: &Joined) -> Result<(), Fault> {
-        let peer = &self.peers[index];
-        if self.seems_connected(index, joined) {
-            return Err(Fault::Name {
-                why: "is taken by another client, which is connected; give each its own --name",
-            });
-        }
-        if joined.is_edge != peer.shared.is_edge() {
-            return Err(Fault::Name { why: "belongs to another client" });
-        }
-        if joined.examples.to_bits() != peer.examples.to_bits() {
-            let why = "is another one than before";
-            return Err(Fault::Weight { examples: joined.examples, why });
-        }
-        check_model(Some(&self.terms.manifest), &joined.header).map(drop)
     }
 
     fn welcome_back(&mut self, index: usize, joined: Joined) -> Result<(), AggregatorError> {
@@ -594,55 +571,4 @@ pub(super) fn connect(
     let listeners = listeners.clone();
     listeners.lock().unwrap_or_else(PoisonError::into_inner).push(writer.clone());
     Ok((Connection { id, ticket, writer, reader, streams, listeners, doubted }, key))
-}
-
-/// Whether the client may come back after that. Who lies may not.
-pub(super) fn is_interruption(fault: &Fault) -> bool {
-    matches!(
-        fault,
-        Fault::TooLate { .. }
-            | Fault::Control(
-                ControlError::Closed
-                    | ControlError::Silent
-                    | ControlError::Io(_)
-                    | ControlError::Wire(WireError::Seal)
-            )
-            | Fault::Transfer(
-                TransferError::Closed
-                    | TransferError::Io(_)
-                    | TransferError::Stalled { .. }
-                    | TransferError::NoChecksum
-            )
-            | Fault::Streams { .. }
-    )
-}
-
-/// Whether the client's last words may say more.
-fn is_first_sign(fault: &Fault) -> bool {
-    matches!(
-        fault,
-        Fault::Transfer(TransferError::Closed | TransferError::Io(_))
-            | Fault::Control(ControlError::Io(_))
-    )
-}
-
-impl PeerShared {
-    /// Before a round: nothing has come of its update.
-    pub fn start_round(&self, round: u32, ready: bool) {
-        if let Some(sums) = self.sums.get() {
-            sums.clear();
-        }
-        if let Some(findings) = self.findings.get() {
-            findings.clear();
-        }
-        self.forget_report();
-        self.began.store(ready, Ordering::SeqCst);
-        self.came.store(0, Ordering::Relaxed);
-        self.round.store(round, Ordering::SeqCst);
-    }
-}
-
-/// Something that makes no sense here.
-pub(super) fn unexpected(what: &'static str) -> Fault {
-    Fault::Control(ProtocolError::Unexpected { what }.into())
 }

@@ -4,13 +4,15 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use super::Session;
 use super::broadcast::Broadcast;
-use super::keep::{Kept, lane_ledgers};
+use super::config::Averaging;
+use super::keep::{Kept, LEFT_OUT_BEFORE, lane_ledgers};
+use super::lanes::{Begun, Lanes, Model, Regions, Sizes};
 use super::loss::{OnLoss, Prospect};
 use super::members::Peer;
 use super::upload::{Base, UploadClock};
-use super::{Averaging, Lanes, Model, Session, Sizes};
-use crate::error::{AggregatorError, Fault, LaneError, SinkError};
+use crate::error::{AggregatorError, Fault, LaneError};
 use crate::lane::start_lane;
 use crate::manifest::Manifest;
 use crate::meter::{Meter, Phase};
@@ -20,16 +22,12 @@ use crate::reducer::{AccumulatorLayout, ClipBase, Norm, Weights, clean, inspect}
 use crate::region::Region;
 use crate::sink::Sink;
 use crate::sink::discard::DiscardSink;
-use crate::sink::mean::{MeanSink, MeanSlices, Wave};
-use crate::sink::region::{Part, RegionSink};
+use crate::sink::mean::{MeanSink, Wave};
 use crate::source::Source;
 use crate::source::region::RegionSource;
 use crate::state::ModelRecord;
 use crate::verdict::{Findings, OnNonfinite, Place, Rejection, UpdateReport, Verdict};
 use crate::wire::checksum::model_digest;
-
-/// Of a client that an earlier process has left out of the round.
-pub(super) const LEFT_OUT_BEFORE: &str = "it was left out before the aggregator was started again";
 
 impl Session {
     /// Makes `source` the model and sends it to every client, before the first round.
@@ -618,90 +616,5 @@ impl Session {
             self.give_up(&error.to_string());
         }
         result
-    }
-}
-
-/// A round that has begun.
-pub(super) struct Begun {
-    pub averaging: Averaging,
-    /// Who is not expected from the start.
-    pub absent: Vec<bool>,
-    /// Those, and who was lost since.
-    pub lost: Vec<bool>,
-    pub regions: Regions,
-}
-
-/// The memory of one round; see [`Sizes`].
-pub(super) struct Regions {
-    pub accumulator: Option<Region>,
-    pub model: Option<Region>,
-    pub spool: Vec<Region>,
-    /// Where the session is kept: what has come from whom.
-    pub ledger: Option<Region>,
-}
-
-impl Lanes {
-    /// The checksums of a model's chunks.
-    pub(super) fn sums_of(&self, manifest: &Manifest, region: &Region) -> Vec<u64> {
-        RegionSource::seal(manifest, region, &self.chunks, self.ranges.len()).into_sums()
-    }
-
-    pub(super) fn mean_sinks<'s>(
-        &'s self,
-        weights: &Weights,
-        lost: &[bool],
-        regions: &'s mut Regions,
-        sums: &'s mut [u64],
-        wave: Option<Wave>,
-    ) -> Result<Vec<MeanSink<'s>>, AggregatorError> {
-        let Some(layout) = &self.layout else { return Ok(Vec::new()) };
-        let mut accumulator = regions.accumulator.as_mut().map(|region| region.bytes_mut().0);
-        let mut model = regions.model.as_mut().map(|model| model.bytes_mut().0);
-        let mut sums = sums;
-        let mut position = 0;
-        let mut sinks = Vec::new();
-        for (lane, tiles) in self.ranges.iter().zip(&self.tiles) {
-            let bytes = self.chunks.bytes_of(lane);
-            let span = layout.span(bytes.clone()).map_err(SinkError::from)?;
-            let cut = |sums: &'s mut [u8]| {
-                // The gap that aligns a run belongs to nobody.
-                let (_, from) = sums.split_at_mut((span.start - position) as usize);
-                from.split_at_mut((span.end - span.start) as usize)
-            };
-            let (lane_sums, rest) = accumulator.map(cut).unzip();
-            (accumulator, position) = (rest, span.end);
-            let (lane_model, rest) =
-                model.map(|model| model.split_at_mut((bytes.end - bytes.start) as usize)).unzip();
-            model = rest;
-            let (lane_checks, rest) = sums.split_at_mut(lane.len());
-            sums = rest;
-            let slices = MeanSlices {
-                accumulator: lane_sums,
-                model: lane_model,
-                sums: lane_checks,
-                tiles,
-                wave,
-            };
-            let sink = MeanSink::new(weights, layout, &self.chunks, lane, slices)?;
-            sinks.push(sink.without(lost));
-        }
-        Ok(sinks)
-    }
-
-    fn region_sinks<'s>(&'s self, spool: &'s mut [Region]) -> Vec<RegionSink<'s>> {
-        let mut per_lane: Vec<Vec<Part<'_>>> = self.ranges.iter().map(|_| Vec::new()).collect();
-        for region in spool {
-            let position = region.position();
-            let (mut rest, file) = region.bytes_mut();
-            for (lane, parts) in self.ranges.iter().zip(&mut per_lane) {
-                let range = self.chunks.bytes_of(lane);
-                let length = (range.end - range.start) as usize;
-                // That of an edge has no parts.
-                let (bytes, after) = rest.split_at_mut(length.min(rest.len()));
-                rest = after;
-                parts.push(Part { bytes, file, position, start: range.start });
-            }
-        }
-        per_lane.into_iter().map(RegionSink::new).collect()
     }
 }

@@ -9,11 +9,12 @@ use std::sync::PoisonError;
 use std::time::Instant;
 
 use super::broadcast::{Broadcast, Fold};
-use super::gather::bad_weight;
-use super::members::{Link, Notice, unexpected};
-use super::round::Regions;
+use super::entry::bad_weight;
+use super::event::{PeerShared, unexpected};
+use super::lanes::{Lanes, Model, Regions};
+use super::members::{Link, Notice};
 use super::upload::{Base, Upload, UploadClock};
-use super::{AggregatorConfig, Averaging, Lanes, Model, PeerShared, Session};
+use super::{AggregatorConfig, Averaging, Session};
 use crate::error::{AggregatorError, Fault, LaneError, ProtocolError, ReducerError};
 use crate::lane::receive::Order;
 use crate::lane::start_lane;

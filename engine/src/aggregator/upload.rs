@@ -6,9 +6,10 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::event::{Event, PeerShared, unexpected};
 use super::keep::Kept;
-use super::members::{Link, Members, Notice, unexpected};
-use super::{Event, Lanes, PeerShared};
+use super::lanes::Lanes;
+use super::members::{Link, Members, Notice};
 use crate::error::{AggregatorError, Fault, LaneError};
 use crate::lane::receive::{
     Incoming, Inspection, Order, ReceiveOrder, ReceiveReport, Receiving, Shared, receive,

@@ -1,5 +1,6 @@
 //! A client's connection to its aggregator: how it is made, and made again when it breaks.
 
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError};
@@ -130,7 +131,8 @@ impl Dialler {
     }
 
     /// Connects again, with pauses that grow, until an aggregator that lives answers, or the time
-    /// `window` is over; then the error is `first`.
+    /// `window` is over; then the error is `first`. An aggregator that has answered before may be started
+    /// again; where none has, and nobody listens now, there is none.
     pub fn connect_again(
         &self,
         id: ConnectionId,
@@ -145,6 +147,10 @@ impl Dialler {
             match self.connect(id, resumes) {
                 Ok(connected) => return Ok(connected),
                 Err(error) if is_final(&error) => return Err(error),
+                Err(error) if is_refused(&error) && !self.was_answered(resumes) => {
+                    tracing::warn!("nobody listens at {} any more", self.address);
+                    break;
+                }
                 Err(_) => {}
             }
             if stopped.recv_timeout(jittered(pause)) != Err(RecvTimeoutError::Timeout) {
@@ -154,6 +160,17 @@ impl Dialler {
         }
         Err(first)
     }
+
+    /// Whether an aggregator has let this client in, or in the session that it resumes.
+    fn was_answered(&self, resumes: Option<Ticket>) -> bool {
+        resumes.is_some() || self.canceller.state().answered
+    }
+}
+
+/// Whether nobody listens there.
+fn is_refused(error: &ClientError) -> bool {
+    let refused = |source: &std::io::Error| source.kind() == ErrorKind::ConnectionRefused;
+    matches!(error, ClientError::Dial { source, .. } if refused(source))
 }
 
 /// A time around `pause`: clients who lost their aggregator together come back one by one.
