@@ -10,6 +10,7 @@ use fedlane::limits;
 use fedlane::manifest::{Dtype, PRESETS};
 use fedlane::paths::{ReceiveKind, SendKind};
 use fedlane::receiver::Lands;
+use fedlane::topology::Shape;
 use fedlane::verdict::{OnNonfinite, UpdatePolicy};
 
 /// Sizes: a number of bytes, or with a unit: KiB MiB GiB TiB, KB MB GB TB.
@@ -212,6 +213,28 @@ pub enum Topology {
     Star,
     /// The clients average among themselves, each sending to the next one; all end with the same mean
     Ring,
+    /// The clients stand in a line: each adds its model and sends the sums on, and the mean comes back
+    Chain,
+}
+
+impl Topology {
+    /// As in `--topology`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Topology::Star => "star",
+            Topology::Ring => "ring",
+            Topology::Chain => "chain",
+        }
+    }
+
+    /// The shape in which clients average among themselves, if they do.
+    pub fn shape(self) -> Option<Shape> {
+        match self {
+            Topology::Star => None,
+            Topology::Ring => Some(Shape::Ring),
+            Topology::Chain => Some(Shape::Chain),
+        }
+    }
 }
 
 /// `--order`.

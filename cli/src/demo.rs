@@ -109,10 +109,10 @@ impl Demo {
 
     /// Clients send from a warm region, as after training, unless the model is too large for that.
     fn memory_allows_staging(&self, model_bytes: u64) -> bool {
-        // In a ring each holds the mean too.
-        let copies = match self.topology {
-            Topology::Star => u64::from(self.clients) + 3,
-            Topology::Ring => 2 * u64::from(self.clients) + 1,
+        // Without an aggregator that averages, each holds the mean too.
+        let copies = match self.topology.shape() {
+            None => u64::from(self.clients) + 3,
+            Some(_) => 2 * u64::from(self.clients) + 1,
         };
         model_bytes.saturating_mul(copies) < available_memory().0 / 2
     }
@@ -130,7 +130,7 @@ impl Demo {
         let expect = format!("--expect={}", serde_json::to_string(&Expected(senders.to_vec()))?);
         match self.topology {
             Topology::Star => serve.push(expect.clone()),
-            Topology::Ring => serve.push("--topology=ring".to_string()),
+            topology => serve.push(format!("--topology={}", topology.name())),
         }
         serve.extend(self.averager.to_args());
         serve.extend(self.paths.to_args());
@@ -146,8 +146,8 @@ impl Demo {
             join.extend(sender.update.to_args());
             join.extend(self.paths.to_args());
             join.extend(stages.then(|| "--stage".to_string()));
-            // All of a ring have the same mean, which is compared by its digest.
-            let checks = self.topology == Topology::Ring && client == 0;
+            // All have the same mean, which is compared by its digest.
+            let checks = self.topology != Topology::Star && client == 0;
             join.extend(checks.then(|| expect.clone()));
             let mut join: Vec<OsString> = join.into_iter().map(OsString::from).collect();
             join.extend(sender.update.model_arg());

@@ -73,13 +73,13 @@ pub struct Join {
     #[arg(long)]
     json: bool,
 
-    /// HOST:PORT where the neighbour in a ring reaches this client, behind NAT; the port is listened on
+    /// HOST:PORT where the neighbour in a ring or chain reaches this client, behind NAT; the port is listened on
     ///
     /// If it is not said, a free port of the address that is used to dial ADDRESS.
     #[arg(long, value_name = "HOST:PORT")]
     advertise: Option<String>,
 
-    /// What the clients of a ring send, as JSON: the result is compared with the mean of it
+    /// What the clients of a ring or chain send, as JSON: the result is compared with the mean of it
     #[arg(long, value_name = "JSON", hide = true)]
     expect: Option<Expected>,
 

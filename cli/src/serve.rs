@@ -12,6 +12,7 @@ use fedlane::sink::file::ModelFile;
 use fedlane::source::Source;
 use fedlane::source::file::FileSource;
 use fedlane::sys::process;
+use fedlane::topology::Shape;
 use serde_json::json;
 
 use crate::args::{Averager, Paths, Topology};
@@ -92,8 +93,8 @@ impl Serve {
     /// Runs the session.
     pub fn run(self) -> anyhow::Result<()> {
         let output = Output { json: self.json };
-        if self.topology == Topology::Ring {
-            return self.run_ring(output);
+        if let Some(shape) = self.topology.shape() {
+            return self.run_ring(shape, output);
         }
         if let Some(path) = &self.output {
             try_output(path)?;
@@ -136,23 +137,26 @@ impl Serve {
         Ok(())
     }
 
-    /// Keeps a ring together.
-    fn run_ring(&self, output: Output) -> anyhow::Result<()> {
+    /// Keeps a ring or a chain together.
+    fn run_ring(&self, shape: Shape, output: Output) -> anyhow::Result<()> {
+        let name = self.topology.name();
         if self.initial.is_some() || self.output.is_some() || self.expect.is_some() {
             bail!(
-                "in a ring no model passes through this process: give --output to `fedlane join`, and \
+                "in a {name} no model passes through this process: give --output to `fedlane join`, and \
                  leave --initial out"
             );
         }
         if self.certificates.read()?.is_some() {
-            bail!("the clients of a ring do not speak TLS to each other yet; leave --tls-cert out");
+            bail!(
+                "the clients of a {name} do not speak TLS to each other yet; leave --tls-cert out"
+            );
         }
-        let mut ring = Coordinator::bind(self.listen.as_str(), self.ring_config()?)?;
+        let mut ring = Coordinator::bind(self.listen.as_str(), self.ring_config(shape)?)?;
         let address = ring.address();
         output.event(
             "listening",
             json!({ "address": address.to_string(), "clients": self.clients }),
-            &format!("listening on {address}, waiting for {} clients of a ring", self.clients),
+            &format!("listening on {address}, waiting for {} clients of a {name}", self.clients),
         );
         ring.gather()?;
         for _ in 0..self.rounds {
@@ -183,8 +187,9 @@ impl Serve {
         Ok(())
     }
 
-    fn ring_config(&self) -> anyhow::Result<RingConfig> {
+    fn ring_config(&self, shape: Shape) -> anyhow::Result<RingConfig> {
         Ok(RingConfig {
+            shape,
             ranks: self.clients as usize,
             min_ranks: self.averager.min_clients.map(|least| least as usize),
             round_deadline: self.averager.round_deadline,

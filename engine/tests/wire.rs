@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use fedlane::error::WireError;
 use fedlane::limits;
 use fedlane::manifest::{Dtype, Manifest};
+use fedlane::topology::Shape;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame::{self, LENGTH_BYTES};
 use fedlane::wire::hello::{
@@ -450,9 +451,16 @@ fn turns() -> impl Strategy<Value = Turn> {
 
 fn terms() -> impl Strategy<Value = RingTerms> {
     let numbers = any::<([u8; 16], u32, u64)>();
-    (numbers, vec(any::<u8>(), 0..300)).prop_map(|((session, rounds, deadline_ms), header)| {
-        RingTerms { session, rounds, deadline_ms, header }
-    })
+    let shape = prop_oneof![Just(Shape::Ring), Just(Shape::Chain)];
+    (numbers, vec(any::<u8>(), 0..300), shape).prop_map(
+        |((session, rounds, deadline_ms), header, shape)| RingTerms {
+            session,
+            rounds,
+            deadline_ms,
+            header,
+            shape,
+        },
+    )
 }
 
 fn chunks() -> impl Strategy<Value = Vec<ChunkRange>> {

@@ -252,10 +252,11 @@ def unveiled(veiled, label):
 
 
 def test_ring():
-    session, rounds, deadline_ms, header = read(
-        "aggregator-message-10-ring", 16, "varint", "varint", "text"
+    session, rounds, deadline_ms, header, shape = read(
+        "aggregator-message-10-ring", 16, "varint", "varint", "text", "varint"
     )
     assert (session, rounds, deadline_ms, header) == (plan()["session"], 300, 30_000, "")
+    assert shape == 0
 
 
 def test_ready_and_turn():

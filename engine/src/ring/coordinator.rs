@@ -18,7 +18,8 @@ use crate::lane::ConnectionId;
 use crate::limits;
 use crate::manifest::Manifest;
 use crate::reducer::{AccumulatorLayout, Weights};
-use crate::topology::{self, Host};
+use crate::topology::ring::Schedule;
+use crate::topology::{self, Host, Shape};
 use crate::wire::hello::{Secret, SessionId, Ticket};
 use crate::wire::keys::{Binding, Side};
 use crate::wire::message::{AggregatorMessage, ClientMessage, RingTerms, Turn};
@@ -26,6 +27,8 @@ use crate::wire::message::{AggregatorMessage, ClientMessage, RingTerms, Turn};
 /// How a ring works. [`Default`] gives every field but `ranks` a value for daily use.
 #[derive(Clone, Debug)]
 pub struct RingConfig {
+    /// In which way they average.
+    pub shape: Shape,
     /// Hosts to wait for.
     pub ranks: usize,
     /// Hosts without whom there is no mean; all of them if this is not said.
@@ -53,6 +56,7 @@ pub struct RingConfig {
 impl Default for RingConfig {
     fn default() -> Self {
         RingConfig {
+            shape: Shape::Ring,
             ranks: 2,
             min_ranks: None,
             round_deadline: None,
@@ -74,7 +78,7 @@ pub struct RoundReport {
     pub round: u32,
     /// Attempts that it took.
     pub attempts: u32,
-    /// Names and weights of those whose updates are in the mean, in the order of the ring.
+    /// Names and weights of those whose updates are in the mean, by rank.
     pub ranks: Vec<(String, f64)>,
     /// Digest of the mean, as every one of them has it.
     pub digest: [u8; 32],
@@ -432,10 +436,14 @@ impl Coordinator {
             ring.iter().map(|peer| (peer.name.clone(), weight(peer))).collect();
         Weights::new(&ranks.iter().map(|(_, weight)| *weight).collect::<Vec<_>>())?;
         let (streams, chunk_bytes) = self.cut(&hosts)?;
+        let schedule = Schedule::new(self.config.shape, ring.len(), 0..0);
         for (rank, peer) in ring.iter().enumerate() {
             let right = ring[(rank + 1) % ring.len()];
-            let Some(neighbour) = &right.ready else { continue };
-            let key = peer.binding.veil(Side::Aggregator, self.round, attempt, &neighbour.key);
+            let right = right.ready.as_ref().filter(|_| schedule.has_right(rank));
+            let (at, key) = right.map_or((String::new(), [0; 32]), |right| {
+                let veil = |key| peer.binding.veil(Side::Aggregator, self.round, attempt, key);
+                (right.at.clone(), veil(&right.key))
+            });
             let turn = Turn {
                 round: self.round,
                 attempt,
@@ -443,7 +451,7 @@ impl Coordinator {
                 ranks: ranks.clone(),
                 streams: streams as u32,
                 chunk_bytes,
-                right: neighbour.at.clone(),
+                right: at,
                 right_key: key,
             };
             tell(peer, &AggregatorMessage::Turn(turn));
@@ -595,6 +603,7 @@ impl Coordinator {
             rounds: self.config.rounds,
             deadline_ms: self.config.deadline.as_millis() as u64,
             header: if header.is_empty() { manifest.header().to_vec() } else { Vec::new() },
+            shape: self.config.shape,
         };
         let connection = self.next_connection;
         self.next_connection += 1;
@@ -650,19 +659,25 @@ enum Trouble {
 fn blame(ring: &[&Peer]) -> Trouble {
     let count = ring.len();
     let at = |index: usize| ring[index % count].broken.as_ref();
-    let starved = |index: usize| at(index).is_some_and(|broken| broken.from_left);
-    let blocked = |index: usize| at(index).is_some_and(|broken| broken.to_right);
-    let stalled = |index: usize| at(index).is_some_and(|broken| broken.stalled);
-    // The one whose right neighbour has nothing from it: silent itself, or else one that cannot send.
-    let silent = (0..count).find(|&index| at(index).is_none() && starved(index + 1));
-    let cut = (0..count).find(|&index| blocked(index) && starved(index + 1));
+    let left = |index: usize| at(index).is_some_and(|broken| broken.from_left);
+    let right = |index: usize| at(index).is_some_and(|broken| broken.to_right);
+    // The one that a neighbour waits for: silent itself, or else one that cannot send to the right.
+    let waited_for = |index: usize| left(index + 1) || right(index + count - 1);
+    let silent = (0..count).find(|&index| at(index).is_none() && waited_for(index));
+    let cut = (0..count).find(|&index| right(index) && left(index + 1));
     let first = (0..count).find(|&index| at(index).is_some()).unwrap_or(0);
-    let neighbour = if starved(first) { first + count - 1 } else { first + 1 };
+    let neighbour = if left(first) { first + count - 1 } else { first + 1 };
     let culprit = silent.or(cut).unwrap_or(neighbour) % count;
-    let says = if at(culprit + 1).is_some() { (culprit + 1) % count } else { first };
-    let reason = at(says).map(|broken| broken.reason.clone()).unwrap_or_default();
+    let says = if left(culprit + 1) || !right(culprit + count - 1) {
+        culprit + 1
+    } else {
+        culprit + count - 1
+    };
+    let says = if at(says).is_some() { says % count } else { first };
+    let broken = at(says);
+    let reason = broken.map(|broken| broken.reason.clone()).unwrap_or_default();
     let fault = Fault::Neighbour { neighbour: ring[says].label(), reason };
-    match stalled(says) {
+    match broken.is_some_and(|broken| broken.stalled) {
         true => Trouble::Lost(ring[culprit].connection, fault),
         false => Trouble::Link(ring[culprit].connection, fault),
     }

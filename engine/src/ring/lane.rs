@@ -1,8 +1,9 @@
 //! One lane of an all-reduce: a thread, a connection from the left neighbour and one to the right.
 //!
 //! On the wire each item is its checksum, 8 bytes, and then its bytes: sums in the accumulator's type on
-//! the way to the mean, the mean in the model's dtype after that. Against the stream, the receiver
-//! confirms sums: each byte says how many more it has taken.
+//! the way to the mean, the mean in the model's dtype after that. In a ring the receiver confirms sums
+//! against the stream: each byte says how many more it has taken. In a chain the mean comes against the
+//! stream of sums, and confirms the sum that it was made of.
 
 use std::collections::VecDeque;
 use std::io;
@@ -26,7 +27,7 @@ use crate::region::Region;
 use crate::sender::{Piece, SendPath};
 use crate::signal::Signal;
 use crate::source::Source;
-use crate::topology::ring::{Item, Schedule};
+use crate::topology::ring::{Item, Items, Schedule};
 use crate::wire::checksum::chunk_sum;
 
 /// How often a waiting lane looks at its deadline.
@@ -38,14 +39,8 @@ pub(super) const HEAD_BYTES: usize = 8;
 /// Why a lane ended early.
 #[derive(Debug)]
 pub(super) enum Fault {
-    /// The connection to a neighbour.
-    Link {
-        /// Nothing usable comes from the left neighbour.
-        from_left: bool,
-        /// Nothing goes to the right neighbour.
-        to_right: bool,
-        error: TransferError,
-    },
+    /// The connection to the left neighbour, or the right one.
+    Link { left: bool, right: bool, error: TransferError },
     /// Ended by its signal.
     Cancelled,
     /// What is no neighbour's fault.
@@ -53,14 +48,20 @@ pub(super) enum Fault {
 }
 
 impl Fault {
-    pub fn left(error: impl Into<TransferError>) -> Fault {
-        Fault::Link { from_left: true, to_right: false, error: error.into() }
-    }
-
-    pub fn right(error: impl Into<TransferError>) -> Fault {
-        Fault::Link { from_left: false, to_right: true, error: error.into() }
+    pub fn at(side: Side, error: impl Into<TransferError>) -> Fault {
+        let (left, right) = (side == Side::Left, side == Side::Right);
+        Fault::Link { left, right, error: error.into() }
     }
 }
+
+/// Which neighbour.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Side {
+    Left,
+    Right,
+}
+
+const SIDES: [Side; 2] = [Side::Left, Side::Right];
 
 impl From<LaneError> for Fault {
     fn from(error: LaneError) -> Fault {
@@ -93,7 +94,7 @@ pub(super) struct Task<'a> {
     pub send_path: SendKind,
     pub receive_path: ReceiveKind,
     pub deadline: Duration,
-    /// Bytes that went to the right and came from the left, on all lanes.
+    /// Bytes that went to neighbours and came from them, on all lanes.
     pub sent: &'a AtomicU64,
     pub came: &'a AtomicU64,
 }
@@ -141,25 +142,80 @@ impl Incoming {
     }
 }
 
-pub(super) struct Lane<'a, 'b, I: Iterator<Item = Item>, O: Iterator<Item = Item>> {
-    task: &'a Task<'a>,
-    part: LanePart<'b>,
-    weight: Weight,
-    left: Arc<DataChannel>,
-    right: Arc<DataChannel>,
+/// The connection to a neighbour, and what moves on it.
+struct Neighbour {
+    channel: Arc<DataChannel>,
     receiver: Box<dyn ReceivePath>,
     sender: Box<dyn SendPath>,
-    to_come: Peekable<I>,
-    to_go: Peekable<O>,
+    to_come: Peekable<Items>,
+    to_go: Peekable<Items>,
+    /// Nothing but confirmations comes from it.
+    confirms: bool,
     incoming: Option<Incoming>,
     outgoing: Option<Outgoing>,
-    /// What came and is to be sent on, in the order in which it is.
+    /// What came from elsewhere and is to be sent here, in the order in which it is.
     ready: VecDeque<Outgoing>,
-    /// Sums that were taken and not confirmed yet.
-    unconfirmed: u8,
     low_water: usize,
     last_came: Instant,
     last_went: Instant,
+}
+
+impl Neighbour {
+    fn new(
+        task: &Task<'_>,
+        channel: Arc<DataChannel>,
+        to_come: Items,
+        to_go: Items,
+    ) -> Result<Neighbour, TransferError> {
+        let (receiver, sender) =
+            (channel.receive_path(task.receive_path)?, channel.send_path(task.send_path)?);
+        let (mut to_come, mut to_go) = (to_come.peekable(), to_go.peekable());
+        let confirms = to_come.peek().is_none() && to_go.peek().is_some();
+        let now = Instant::now();
+        Ok(Neighbour {
+            channel,
+            receiver,
+            sender,
+            to_come,
+            to_go,
+            confirms,
+            incoming: None,
+            outgoing: None,
+            ready: VecDeque::new(),
+            low_water: 1,
+            last_came: now,
+            last_went: now,
+        })
+    }
+
+    fn is_done(&mut self) -> bool {
+        self.incoming.is_none()
+            && self.outgoing.is_none()
+            && self.to_come.peek().is_none()
+            && self.to_go.peek().is_none()
+    }
+
+    /// Wakes us when a good part of what is missing is there, and never for more than that: nothing
+    /// else need come before.
+    fn set_low_water(&mut self) -> io::Result<()> {
+        let left = self.incoming.as_ref().map_or(1, Incoming::left);
+        let wanted = left.min(limits::RECEIVE_LOW_WATER_BYTES as usize).max(1);
+        if wanted != self.low_water {
+            self.channel.set_receive_low_water(wanted)?;
+            self.low_water = wanted;
+        }
+        Ok(())
+    }
+}
+
+struct Lane<'a, 'b> {
+    task: &'a Task<'a>,
+    part: LanePart<'b>,
+    weight: Weight,
+    /// Left and right; an end of a chain has only one.
+    neighbours: [Option<Neighbour>; 2],
+    /// Sums that were taken and not confirmed yet.
+    unconfirmed: u8,
     scratch: Vec<u8>,
 }
 
@@ -175,61 +231,67 @@ enum Step {
     Idle,
 }
 
-/// Runs one lane to its end.
+/// What sending to a neighbour and receiving from it came to.
+#[derive(Clone, Copy)]
+struct Steps {
+    sending: Step,
+    receiving: Step,
+}
+
+impl Steps {
+    fn any(self, step: Step) -> bool {
+        self.sending == step || self.receiving == step
+    }
+}
+
+/// Runs one lane to its end, with the connections to the left and to the right neighbour.
 pub(super) fn run(
     task: &Task<'_>,
     part: LanePart<'_>,
-    left: Arc<DataChannel>,
-    right: Arc<DataChannel>,
+    channels: [Option<Arc<DataChannel>>; 2],
 ) -> Result<(), Fault> {
-    let receiver = left.receive_path(task.receive_path).map_err(Fault::left)?;
-    let sender = right.send_path(task.send_path).map_err(Fault::right)?;
-    let (to_come, to_go) = (part.schedule.received_by(task.rank), part.schedule.sent_by(task.rank));
     let weight = task.weights.get(task.rank).ok_or(ReducerError::NoWeight)?;
-    let now = Instant::now();
-    let mut lane = Lane {
-        task,
-        part,
-        weight,
-        left,
-        right,
-        receiver,
-        sender,
-        to_come: to_come.peekable(),
-        to_go: to_go.peekable(),
-        incoming: None,
-        outgoing: None,
-        ready: VecDeque::new(),
-        unconfirmed: 0,
-        low_water: 1,
-        last_came: now,
-        last_went: now,
-        scratch: Vec::new(),
+    let (schedule, rank) = (&part.schedule, task.rank);
+    let [left, right] = channels;
+    let open = |side, channel: Option<_>, to_come, to_go| {
+        let open = |channel| Neighbour::new(task, channel, to_come, to_go);
+        channel.map(open).transpose().map_err(|error| Fault::at(side, error))
     };
-    lane.run()
+    let left = open(Side::Left, left, schedule.from_left(rank), schedule.to_left(rank))?;
+    let right = open(Side::Right, right, schedule.from_right(rank), schedule.to_right(rank))?;
+    let neighbours = [left, right];
+    Lane { task, part, weight, neighbours, unconfirmed: 0, scratch: Vec::new() }.run()
 }
 
-impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
+impl Lane<'_, '_> {
     fn run(&mut self) -> Result<(), Fault> {
         loop {
             self.part.signal.check()?;
-            let sending = self.push()?;
-            let receiving = self.pull()?;
-            if self.is_done() {
-                self.confirm()?;
-                return self.left.refuse_more().map_err(Fault::left);
+            let mut steps = [Steps { sending: Step::Idle, receiving: Step::Idle }; 2];
+            for side in SIDES {
+                steps[side as usize].sending = self.push(side)?;
             }
-            if sending != Step::Moved && receiving != Step::Moved {
-                self.wait(sending, receiving)?;
+            for side in SIDES {
+                steps[side as usize].receiving = self.pull(side)?;
+            }
+            if self.neighbours.iter_mut().flatten().all(Neighbour::is_done) {
+                return self.end();
+            }
+            if !steps.iter().any(|steps| steps.any(Step::Moved)) {
+                self.wait(steps)?;
             }
         }
     }
 
-    fn is_done(&mut self) -> bool {
-        self.incoming.is_none()
-            && self.outgoing.is_none()
-            && self.to_come.peek().is_none()
-            && self.to_go.peek().is_none()
+    fn end(&mut self) -> Result<(), Fault> {
+        self.confirm()?;
+        for side in SIDES {
+            let neighbour = self.neighbours[side as usize].as_ref();
+            if let Some(neighbour) = neighbour.filter(|neighbour| !neighbour.confirms) {
+                neighbour.channel.refuse_more().map_err(|error| Fault::at(side, error))?;
+            }
+        }
+        Ok(())
     }
 
     /// Whether the step is one of adding up, whose bytes are sums.
@@ -245,36 +307,30 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
 
     // Sending.
 
-    fn push(&mut self) -> Result<Step, Fault> {
-        if self.outgoing.is_none() {
-            match self.next_outgoing()? {
-                Ok(next) => self.outgoing = Some(next),
+    fn push(&mut self, to: Side) -> Result<Step, Fault> {
+        let Some(neighbour) = &mut self.neighbours[to as usize] else { return Ok(Step::Idle) };
+        if neighbour.outgoing.is_none() {
+            let Some(&item) = neighbour.to_go.peek() else { return Ok(Step::Idle) };
+            // A chunk of our own, or what came.
+            let next = match item.step {
+                0 => self.own_chunk(item)?,
+                _ => neighbour.ready.pop_front().ok_or(Step::Idle),
+            };
+            let next = match next {
+                Ok(next) => next,
                 Err(step) => return Ok(step),
+            };
+            debug_assert_eq!(next.item, item);
+            if let Some(neighbour) = &mut self.neighbours[to as usize] {
+                neighbour.to_go.next();
+                neighbour.outgoing = Some(next);
             }
         }
-        let step = self.send_some().map_err(Fault::right)?;
-        if let Some(done) = self.outgoing.take_if(|out| out.sent == out.length) {
-            done.slot.into_iter().for_each(|slot| self.part.stage.sent(slot));
-        }
-        Ok(step)
-    }
-
-    /// What goes next, if it is here: a chunk of our own, or what came.
-    fn next_outgoing(&mut self) -> Result<Result<Outgoing, Step>, Fault> {
-        let Some(&item) = self.to_go.peek() else { return Ok(Err(Step::Idle)) };
-        let next = match item.step {
-            0 => self.own_chunk(item)?,
-            _ => self.ready.pop_front().ok_or(Step::Idle),
-        };
-        if let Ok(next) = &next {
-            debug_assert_eq!(next.item, item);
-            self.to_go.next();
-        }
-        Ok(next)
+        self.send_some(to).map_err(|error| Fault::at(to, error))
     }
 
     fn own_chunk(&mut self, item: Item) -> Result<Result<Outgoing, Step>, Fault> {
-        let slot = self.free_slot(Stage::take_own).map_err(Fault::right)?;
+        let slot = self.free_slot(Stage::take_own)?;
         let Some(slot) = slot else { return Ok(Err(Step::NoRoom)) };
         let length = self.length(item)?;
         let chunk = self.task.chunks.get(item.chunk);
@@ -285,11 +341,12 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
         Ok(Ok(Outgoing { item, slot: Some(slot), length, sum, head_sent: 0, sent: 0 }))
     }
 
-    fn send_some(&mut self) -> Result<Step, TransferError> {
-        let Some(out) = self.outgoing.as_mut() else { return Ok(Step::Idle) };
+    fn send_some(&mut self, to: Side) -> Result<Step, TransferError> {
+        let Some(neighbour) = &mut self.neighbours[to as usize] else { return Ok(Step::Idle) };
+        let Some(out) = &mut neighbour.outgoing else { return Ok(Step::Idle) };
         let sent = if out.head_sent < HEAD_BYTES {
             let head = out.sum.to_le_bytes();
-            let sent = self.right.send_head(&head[out.head_sent..]);
+            let sent = neighbour.channel.send_head(&head[out.head_sent..]);
             sent.inspect(|sent| out.head_sent += sent)
         } else {
             let piece = match out.slot {
@@ -308,13 +365,16 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
                     Piece { length: bytes.len(), bytes: Some(bytes), file }
                 }
             };
-            let sent = self.sender.send(self.right.as_fd(), piece);
+            let sent = neighbour.sender.send(neighbour.channel.as_fd(), piece);
             sent.inspect(|sent| out.sent += sent)
         };
         match sent {
             Ok(sent) => {
                 self.task.sent.fetch_add(sent as u64, Ordering::Relaxed);
-                self.last_went = Instant::now();
+                neighbour.last_went = Instant::now();
+                if let Some(done) = neighbour.outgoing.take_if(|out| out.sent == out.length) {
+                    done.slot.into_iter().for_each(|slot| self.part.stage.sent(slot));
+                }
                 Ok(Step::Moved)
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(Step::Blocked),
@@ -324,23 +384,22 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
     }
 
     /// A free slot, also one that was confirmed just now.
-    fn free_slot(
-        &mut self,
-        take: fn(&mut Stage) -> Option<usize>,
-    ) -> Result<Option<usize>, TransferError> {
+    fn free_slot(&mut self, take: fn(&mut Stage) -> Option<usize>) -> Result<Option<usize>, Fault> {
         if let Some(slot) = take(self.part.stage) {
             return Ok(Some(slot));
         }
-        self.take_confirmations()?;
+        self.take_confirmations().map_err(|error| Fault::at(Side::Right, error))?;
         Ok(take(self.part.stage))
     }
 
     fn take_confirmations(&mut self) -> Result<(), TransferError> {
+        let right = self.neighbours[Side::Right as usize].as_mut();
+        let Some(right) = right.filter(|right| right.confirms) else { return Ok(()) };
         let mut counts = [0; 64];
-        match self.right.receive(&mut counts) {
+        match right.channel.receive(&mut counts) {
             Ok(0) => Err(TransferError::Closed),
             Ok(came) => {
-                self.last_went = Instant::now();
+                right.last_went = Instant::now();
                 let known = counts[..came].iter().all(|&n| self.part.stage.confirm(n.into()));
                 if known { Ok(()) } else { Err(TransferError::TooMuch) }
             }
@@ -351,11 +410,12 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
 
     // Receiving.
 
-    fn pull(&mut self) -> Result<Step, Fault> {
-        if self.incoming.is_none() {
-            let Some(&item) = self.to_come.peek() else { return Ok(Step::Idle) };
+    fn pull(&mut self, from: Side) -> Result<Step, Fault> {
+        let Some(neighbour) = &mut self.neighbours[from as usize] else { return Ok(Step::Idle) };
+        if neighbour.incoming.is_none() {
+            let Some(&item) = neighbour.to_come.peek() else { return Ok(Step::Idle) };
             let slot = match self.is_sum(item.step) {
-                true => match self.free_slot(Stage::take).map_err(Fault::right)? {
+                true => match self.free_slot(Stage::take)? {
                     None => return Ok(Step::NoRoom),
                     slot => slot,
                 },
@@ -363,27 +423,35 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
             };
             let length = self.length(item)?;
             let head = [0; HEAD_BYTES];
-            self.to_come.next();
-            self.incoming = Some(Incoming { item, slot, length, head, head_came: 0, came: 0 });
+            if let Some(neighbour) = &mut self.neighbours[from as usize] {
+                neighbour.to_come.next();
+                neighbour.incoming =
+                    Some(Incoming { item, slot, length, head, head_came: 0, came: 0 });
+            }
         }
         let mut moved = false;
-        while self.incoming.as_ref().is_some_and(|incoming| incoming.left() > 0) {
-            match self.receive_some().map_err(Fault::left)? {
+        loop {
+            match self.receive_some(from).map_err(|error| Fault::at(from, error))? {
                 Step::Moved => moved = true,
+                // All of it is here.
+                Step::Idle => break,
                 _ if moved => return Ok(Step::Moved),
                 step => return Ok(step),
             }
         }
-        if let Some(incoming) = self.incoming.take() {
-            self.take_in(incoming)?;
+        let whole = self.neighbours[from as usize].as_mut().and_then(|from| from.incoming.take());
+        if let Some(incoming) = whole {
+            self.take_in(from, incoming)?;
         }
         Ok(Step::Moved)
     }
 
-    fn receive_some(&mut self) -> Result<Step, TransferError> {
-        let Some(incoming) = self.incoming.as_mut() else { return Ok(Step::Idle) };
+    fn receive_some(&mut self, from: Side) -> Result<Step, TransferError> {
+        let Some(neighbour) = &mut self.neighbours[from as usize] else { return Ok(Step::Idle) };
+        let incoming = neighbour.incoming.as_mut().filter(|incoming| incoming.left() > 0);
+        let Some(incoming) = incoming else { return Ok(Step::Idle) };
         let came = if incoming.head_came < HEAD_BYTES {
-            let came = self.left.receive(&mut incoming.head[incoming.head_came..]);
+            let came = neighbour.channel.receive(&mut incoming.head[incoming.head_came..]);
             came.inspect(|came| incoming.head_came += came)
         } else {
             let room = match incoming.slot {
@@ -396,14 +464,14 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
             };
             let room = &mut room[incoming.came..];
             let landing = Landing { length: room.len(), bytes: Some(room), file: None };
-            let came = self.receiver.receive(self.left.as_fd(), landing);
+            let came = neighbour.receiver.receive(neighbour.channel.as_fd(), landing);
             came.inspect(|came| incoming.came += came)
         };
         match came {
             Ok(0) => Err(TransferError::Closed),
             Ok(came) => {
                 self.task.came.fetch_add(came as u64, Ordering::Relaxed);
-                self.last_came = Instant::now();
+                neighbour.last_came = Instant::now();
                 Ok(Step::Moved)
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(Step::Blocked),
@@ -413,11 +481,11 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
     }
 
     /// An item is whole: adds what is ours, and has it sent on.
-    fn take_in(&mut self, incoming: Incoming) -> Result<(), Fault> {
+    fn take_in(&mut self, from: Side, incoming: Incoming) -> Result<(), Fault> {
         let Incoming { item, slot, length, head, .. } = incoming;
         let chunk = self.task.chunks.get(item.chunk);
         let announced = u64::from_le_bytes(head);
-        let wrong = || Fault::left(TransferError::Checksum { bytes: chunk.bytes.clone() });
+        let wrong = || Fault::at(from, TransferError::Checksum { bytes: chunk.bytes.clone() });
         let start = (chunk.bytes.start - self.part.out_start) as usize;
         let out = &mut self.part.out[start..start + chunk.length()];
         let next = Item { chunk: item.chunk, step: item.step + 1 };
@@ -426,6 +494,10 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
             None => {
                 if chunk_sum(out) != announced {
                     return Err(wrong());
+                }
+                // In a chain: who made it of our sum has read that.
+                if from == Side::Right && !self.part.stage.confirm(1) {
+                    return Err(Fault::at(from, TransferError::TooMuch));
                 }
                 (None, length, announced)
             }
@@ -452,7 +524,11 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
         }
         if next.step < self.part.schedule.steps() {
             let out = Outgoing { item: next, slot, length, sum, head_sent: 0, sent: 0 };
-            self.ready.push_back(out);
+            let to =
+                if self.part.schedule.goes_right(next.step) { Side::Right } else { Side::Left };
+            if let Some(neighbour) = &mut self.neighbours[to as usize] {
+                neighbour.ready.push_back(out);
+            }
         }
         if usize::from(self.unconfirmed) >= self.part.stage.slots() / 3 {
             self.confirm()?;
@@ -460,84 +536,84 @@ impl<I: Iterator<Item = Item>, O: Iterator<Item = Item>> Lane<'_, '_, I, O> {
         Ok(())
     }
 
-    /// Tells the left neighbour which sums have been taken.
+    /// Tells the left neighbour of a ring which sums have been taken.
     fn confirm(&mut self) -> Result<(), Fault> {
+        let left = self.neighbours[Side::Left as usize].as_mut();
+        let Some(left) = left.filter(|_| self.part.schedule.confirms()) else {
+            self.unconfirmed = 0;
+            return Ok(());
+        };
         if self.unconfirmed == 0 {
             return Ok(());
         }
-        match self.left.send_small(&[self.unconfirmed]) {
+        match left.channel.send_small(&[self.unconfirmed]) {
             Ok(_) => self.unconfirmed = 0,
             // A socket that is full of confirmations is an unread one: the deadline ends that.
             Err(error) if is_later(&error) && self.unconfirmed < u8::MAX => {}
-            Err(error) => return Err(Fault::left(error)),
+            Err(error) => return Err(Fault::at(Side::Left, error)),
         }
         Ok(())
     }
 
     // Waiting.
 
-    fn wait(&mut self, sending: Step, receiving: Step) -> Result<(), Fault> {
+    fn wait(&mut self, steps: [Steps; 2]) -> Result<(), Fault> {
         self.confirm()?;
-        let needs_room = sending == Step::NoRoom || receiving == Step::NoRoom;
-        let mut right = PollFlags::empty();
-        right.set(PollFlags::OUT, sending == Step::Blocked);
-        right.set(PollFlags::IN, needs_room);
-        let mut left = PollFlags::empty();
-        left.set(PollFlags::IN, receiving == Step::Blocked);
-        if receiving == Step::Blocked {
-            self.set_low_water().map_err(Fault::left)?;
+        let needs_room = steps.iter().any(|steps| steps.any(Step::NoRoom));
+        for side in SIDES {
+            if let Some(neighbour) = &mut self.neighbours[side as usize]
+                && steps[side as usize].receiving == Step::Blocked
+            {
+                neighbour.set_low_water().map_err(|error| Fault::at(side, error))?;
+            }
+        }
+        let mut fds = Vec::with_capacity(3);
+        let mut uses = Vec::with_capacity(2);
+        for side in SIDES {
+            let Steps { sending, receiving } = steps[side as usize];
+            let Some(neighbour) = &self.neighbours[side as usize] else { continue };
+            let comes = receiving == Step::Blocked || needs_room && neighbour.confirms;
+            let mut flags = PollFlags::empty();
+            flags.set(PollFlags::OUT, sending == Step::Blocked);
+            flags.set(PollFlags::IN, comes);
+            uses.push((side, !flags.is_empty()));
+            fds.push(PollFd::from_borrowed_fd(neighbour.channel.as_fd(), flags));
         }
         let signal = self.part.signal;
-        let mut fds = [
-            PollFd::from_borrowed_fd(self.left.as_fd(), left),
-            PollFd::from_borrowed_fd(self.right.as_fd(), right),
-            PollFd::new(signal, PollFlags::IN),
-        ];
+        fds.push(PollFd::new(signal, PollFlags::IN));
         let timeout = Timespec { tv_sec: 0, tv_nsec: TICK.as_nanos() as i64 };
         match poll(&mut fds, Some(&timeout)) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(Fault::Ours(LaneError::Poll(error.into()))),
         }
         let broken = PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL;
-        // One that still has bytes for us says by itself how it ended.
-        let ended = |fd: &PollFd<'_>, is_read: bool| fd.revents().intersects(broken) && !is_read;
-        if ended(&fds[0], receiving == Step::Blocked) {
-            return Err(Fault::left(TransferError::Closed));
+        for ((side, is_used), fd) in uses.into_iter().zip(&fds) {
+            // One that is used says by itself how it ended: there may be bytes for us.
+            if fd.revents().intersects(broken) && !is_used {
+                return Err(Fault::at(side, TransferError::Closed));
+            }
         }
-        if ended(&fds[1], sending == Step::Blocked || needs_room) {
-            return Err(Fault::right(TransferError::Closed));
-        }
-        if !fds[2].revents().is_empty() {
+        if fds.last().is_some_and(|fd| !fd.revents().is_empty()) {
             signal.clear();
         }
-        self.check_deadline(sending, receiving)
+        self.check_deadline(steps, needs_room)
     }
 
-    fn check_deadline(&self, sending: Step, receiving: Step) -> Result<(), Fault> {
+    fn check_deadline(&self, steps: [Steps; 2], needs_room: bool) -> Result<(), Fault> {
         let (deadline, now) = (self.task.deadline, Instant::now());
-        let (came, went) = (now - self.last_came, now - self.last_went);
-        let from_left = receiving == Step::Blocked && came > deadline;
-        let waits_right =
-            sending == Step::Blocked || sending == Step::NoRoom || receiving == Step::NoRoom;
-        let to_right = waits_right && went > deadline;
-        if from_left || to_right {
-            let seconds = if from_left { came } else { went }.as_secs_f64();
-            let error = TransferError::Stalled { seconds };
-            return Err(Fault::Link { from_left, to_right, error });
-        }
-        Ok(())
-    }
-
-    /// Wakes us when a good part of what is missing is there, and never for more than that: nothing
-    /// else need come before.
-    fn set_low_water(&mut self) -> io::Result<()> {
-        let left = self.incoming.as_ref().map_or(1, Incoming::left);
-        let wanted = left.min(limits::RECEIVE_LOW_WATER_BYTES as usize).max(1);
-        if wanted != self.low_water {
-            self.left.set_receive_low_water(wanted)?;
-            self.low_water = wanted;
-        }
-        Ok(())
+        let stalled = SIDES.map(|side| {
+            let neighbour = self.neighbours[side as usize].as_ref()?;
+            let Steps { sending, receiving } = steps[side as usize];
+            let (came, went) = (now - neighbour.last_came, now - neighbour.last_went);
+            let waits_out = sending == Step::Blocked || needs_room && neighbour.confirms;
+            let starved = (receiving == Step::Blocked && came > deadline).then_some(came);
+            let blocked = (waits_out && went > deadline).then_some(went);
+            starved.or(blocked)
+        });
+        let Some(longest) = stalled.iter().flatten().max() else { return Ok(()) };
+        let error = TransferError::Stalled { seconds: longest.as_secs_f64() };
+        let [left, right] = stalled.map(|stalled| stalled.is_some());
+        Err(Fault::Link { left, right, error })
     }
 }
 

@@ -2,12 +2,13 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::ops::Range;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use super::lane::{self, Fault, LanePart, Task};
+use super::lane::{self, Fault, LanePart, Side, Task};
 use super::stage::Stage;
 use crate::aggregator::door::{Door, Expiry, Pass, Reception, Tickets, Visit};
 use crate::aggregator::{Event, refuse};
@@ -26,10 +27,10 @@ use crate::region::Region;
 use crate::signal::Signal;
 use crate::source::Source;
 use crate::source::region::RegionSource;
-use crate::topology::ring::Schedule;
+use crate::topology::ring::{Schedule, Slots};
 use crate::wire::checksum::model_digest;
 use crate::wire::hello::{DataHello, Ticket};
-use crate::wire::keys::{Binding, Side};
+use crate::wire::keys::{self, Binding};
 use crate::wire::message::{AggregatorMessage, ClientMessage, RingTerms, Turn};
 
 /// How often a member that waits for a neighbour looks at its control channel.
@@ -59,8 +60,8 @@ pub struct Member {
     /// The round that was asked for last, and whether it has been run.
     asked: Option<u32>,
     stages: Vec<Stage>,
-    /// What the stages were made for: ranks, and bytes of the sums of a chunk.
-    staged_for: (usize, u64),
+    /// What the stages were made for: slots, and bytes of the sums of a chunk.
+    staged_for: (Slots, u64),
     canceller: Canceller,
     _heartbeat: Heartbeat,
 }
@@ -91,9 +92,9 @@ pub struct Outcome {
     pub ranks: Vec<(String, f64)>,
     /// The place of this host among them.
     pub rank: usize,
-    /// Bytes that this host sent to its right neighbour in the attempt that counts, checksums included.
+    /// Bytes that this host sent to its neighbours in the attempt that counts, checksums included.
     pub sent_bytes: u64,
-    /// Bytes that came from its left neighbour.
+    /// Bytes that came from its neighbours.
     pub received_bytes: u64,
     /// What the attempt that counts took, from the meeting of the neighbours to the last byte.
     pub phase: Phase,
@@ -148,7 +149,7 @@ impl Member {
             port,
             asked: None,
             stages: Vec::new(),
-            staged_for: (0, 0),
+            staged_for: (Slots { own: 0, coming: 0 }, 0),
             canceller: canceller.clone(),
             _heartbeat: heartbeat,
         })
@@ -345,7 +346,7 @@ impl Member {
         };
         let tickets = Tickets { clients: HashMap::from([(attempt, pass)]), events };
         self.door.admit(self.terms.session, tickets);
-        let key = self.binding.veil(Side::Client, round, attempt, &key);
+        let key = self.binding.veil(keys::Side::Client, round, attempt, &key);
         let (host, port) = (self.host.clone(), self.port);
         self.tell(&ClientMessage::Ready { round, attempt, examples, host, port, key })?;
         Ok(streams)
@@ -358,12 +359,18 @@ impl Member {
             && within(ranks as u64, 1, limits::MAX_RANKS as u64)
             && within(turn.streams.into(), 1, limits::MAX_STREAMS as u64)
             && within(turn.chunk_bytes, limits::MIN_CHUNK_BYTES, limits::MAX_CHUNK_BYTES)
-            && (turn.rank as usize) < ranks;
+            && (turn.rank as usize) < ranks
+            && turn.right.is_empty() != self.schedule(turn, 0..0).has_right(turn.rank as usize);
         if valid {
             return Ok(());
         }
         let address = self.line.address.clone();
         Err(ClientError::Plan { address, why: "a turn that does not fit".into() })
+    }
+
+    /// Who moves which of these chunks when.
+    fn schedule(&self, turn: &Turn, chunks: Range<usize>) -> Schedule {
+        Schedule::new(self.terms.shape, turn.ranks.len(), chunks)
     }
 
     /// One attempt at an all-reduce.
@@ -399,7 +406,7 @@ impl Member {
         } else {
             self.stage(turn, &chunks)?;
             let met = self.meet(turn, streams, held);
-            met.and_then(|(left, right)| self.run_lanes(turn, &task, (left, right), out, &mut sums))
+            met.and_then(|channels| self.run_lanes(turn, &task, channels, out, &mut sums))
         };
         match ended {
             Ok(()) => Ok(Attempt::Done {
@@ -411,13 +418,13 @@ impl Member {
             Err(End::Session(error)) => Err(error),
             Err(End::Fault(Fault::Cancelled)) => Err(ClientError::Cancelled),
             Err(End::Fault(Fault::Ours(error))) => Err(ours(error)),
-            Err(End::Fault(Fault::Link { from_left, to_right, error })) => {
+            Err(End::Fault(Fault::Link { left, right, error })) => {
                 let stalled = matches!(error, TransferError::Stalled { .. });
                 let ranks = turn.ranks.len();
                 let name = |step: usize| &turn.ranks[(turn.rank as usize + step) % ranks].0;
-                let neighbour = if from_left { name(ranks - 1) } else { name(1) };
+                let neighbour = if left { name(ranks - 1) } else { name(1) };
                 let error = format!("neighbour \"{neighbour}\": {error}");
-                Ok(Attempt::Broken { from_left, to_right, error, stalled })
+                Ok(Attempt::Broken { from_left: left, to_right: right, error, stalled })
             }
         }
     }
@@ -429,7 +436,8 @@ impl Member {
             // The layout was checked in the beginning.
             most = most.max(reducer::sums_bytes(&chunks.get(chunk)).unwrap_or(0) as u64);
         }
-        let wanted = (turn.ranks.len(), most);
+        let slots = self.schedule(turn, 0..0).slots(turn.rank as usize);
+        let wanted = (slots, most);
         if self.staged_for != wanted {
             self.stages.clear();
         }
@@ -441,29 +449,52 @@ impl Member {
         Ok(())
     }
 
-    /// Dials the right neighbour, and waits for the left one.
+    /// Dials the right neighbour, and waits for the left one; gives the connections of each lane.
     fn meet(
         &self,
         turn: &Turn,
         streams: &Receiver<Event>,
         held: &mut Vec<Arc<DataChannel>>,
-    ) -> Result<(Channels, Channels), End> {
-        let deadline = Duration::from_millis(self.terms.deadline_ms);
-        let until = Instant::now() + deadline;
-        let key = self.binding.veil(Side::Aggregator, turn.round, turn.attempt, &turn.right_key);
-        let mut right = Vec::new();
-        for stream in 0..turn.streams {
+    ) -> Result<Vec<Channels>, End> {
+        let (schedule, rank) = (self.schedule(turn, 0..0), turn.rank as usize);
+        let until = Instant::now() + Duration::from_millis(self.terms.deadline_ms);
+        let mut lanes: Vec<Channels> = (0..turn.streams).map(|_| [None, None]).collect();
+        if schedule.has_right(rank) {
+            self.dial_right(turn, until, &mut lanes)?;
+        }
+        held.extend(lanes.iter().flatten().flatten().cloned());
+        if schedule.has_left(rank) {
+            self.await_left(turn, streams, until, &mut lanes)?;
+        }
+        held.extend(lanes.iter().filter_map(|[left, _]| left.clone()));
+        Ok(lanes)
+    }
+
+    fn dial_right(&self, turn: &Turn, until: Instant, lanes: &mut [Channels]) -> Result<(), End> {
+        let key = &turn.right_key;
+        let key = self.binding.veil(keys::Side::Aggregator, turn.round, turn.attempt, key);
+        for (stream, [_, right]) in (0..).zip(lanes) {
             let hello = DataHello::new(self.terms.session, turn.attempt, stream, &key);
             let opened = dial(turn, &self.config.client.congestion, &hello, &key, until);
-            right.push(Arc::new(opened.map_err(|error| End::Fault(Fault::right(error)))?));
+            let opened = opened.map_err(|error| End::Fault(Fault::at(Side::Right, error)))?;
+            *right = Some(Arc::new(opened));
         }
-        held.extend(right.iter().cloned());
-        let mut left = vec![None; turn.streams as usize];
-        while left.iter().any(Option::is_none) {
+        Ok(())
+    }
+
+    fn await_left(
+        &self,
+        turn: &Turn,
+        streams: &Receiver<Event>,
+        until: Instant,
+        lanes: &mut [Channels],
+    ) -> Result<(), End> {
+        let fault = |error| Err(End::Fault(Fault::at(Side::Left, error)));
+        while lanes.iter().any(|[left, _]| left.is_none()) {
             match streams.recv_timeout(GLANCE) {
-                Ok(Event::Stream { stream, channel, .. }) => match left.get_mut(stream as usize) {
-                    Some(place) => *place = Some(Arc::new(channel)),
-                    None => return Err(End::Fault(Fault::left(TransferError::TooMuch))),
+                Ok(Event::Stream { stream, channel, .. }) => match lanes.get_mut(stream as usize) {
+                    Some([left, _]) => *left = Some(Arc::new(channel)),
+                    None => return fault(TransferError::TooMuch),
                 },
                 Ok(_) | Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Err(End::Halted),
@@ -472,12 +503,11 @@ impl Member {
                 return Err(self.end_of(turn, happening));
             }
             if Instant::now() > until {
-                let error = TransferError::Stalled { seconds: deadline.as_secs_f64() };
-                return Err(End::Fault(Fault::left(error)));
+                let seconds = self.terms.deadline_ms as f64 / 1000.0;
+                return fault(TransferError::Stalled { seconds });
             }
         }
-        held.extend(left.iter().flatten().cloned());
-        Ok((left.into_iter().flatten().collect(), right))
+        Ok(())
     }
 
     /// Why an attempt ends when this happens.
@@ -498,7 +528,7 @@ impl Member {
         &mut self,
         turn: &Turn,
         task: &Task<'_>,
-        (left, right): (Channels, Channels),
+        channels: Vec<Channels>,
         out: &mut Region,
         sums: &mut [u64],
     ) -> Result<(), End> {
@@ -506,21 +536,20 @@ impl Member {
         let ranges = task.chunks.lanes(turn.streams as usize);
         let signals: std::io::Result<Vec<Signal>> = ranges.iter().map(|_| Signal::new()).collect();
         let signals = signals.map_err(host)?;
-        let position = out.position();
+        let (position, shape) = (out.position(), self.terms.shape);
         let mut stages = std::mem::take(&mut self.stages);
         let ended = std::thread::scope(|scope| {
             let (mut out, file) = out.bytes_mut();
             let mut sums = sums;
-            let neighbours = left.into_iter().zip(right);
-            let parts = ranges.iter().zip(&mut stages).zip(&signals).zip(neighbours);
-            for (((range, stage), signal), (left, right)) in parts {
+            let parts = ranges.iter().zip(&mut stages).zip(&signals).zip(channels);
+            for (((range, stage), signal), channels) in parts {
                 let bytes = task.chunks.bytes_of(range);
                 let (own_out, rest) = out.split_at_mut((bytes.end - bytes.start) as usize);
                 out = rest;
                 let (own_sums, rest) = sums.split_at_mut(range.len());
                 sums = rest;
                 let part = LanePart {
-                    schedule: Schedule::new(turn.ranks.len(), range.clone()),
+                    schedule: Schedule::new(shape, turn.ranks.len(), range.clone()),
                     out: own_out,
                     out_start: bytes.start,
                     out_file: Some((file, position + bytes.start)),
@@ -532,7 +561,7 @@ impl Member {
                 let (says, reports) = (self.line.sender.clone(), self.line.sender.clone());
                 let work = move || {
                     // Nobody listens any more when the member has ended.
-                    let _ = says.send(Happening::Lane(lane::run(task, part, left, right)));
+                    let _ = says.send(Happening::Lane(lane::run(task, part, channels)));
                     Ok(())
                 };
                 start_lane(scope, work, move |result| {
@@ -574,8 +603,8 @@ impl Member {
     }
 }
 
-/// The data channels to one neighbour, by stream.
-type Channels = Vec<Arc<DataChannel>>;
+/// The data channels of a lane, to the left and to the right neighbour.
+type Channels = [Option<Arc<DataChannel>>; 2];
 
 /// Why an attempt ended.
 enum End {
@@ -651,8 +680,8 @@ fn nobody() -> Reception {
     Reception {
         secret: Box::new(|_| None),
         welcome: Box::new(|visit| match visit {
-            Visit::Join(joined) => refuse(&joined.channel, "this is a member of a ring"),
-            Visit::Call { channel, .. } => refuse(&channel, "this is a member of a ring"),
+            Visit::Join(joined) => refuse(&joined.channel, "this is a member of a ring or chain"),
+            Visit::Call { channel, .. } => refuse(&channel, "this is a member of a ring or chain"),
         }),
     }
 }

@@ -5,11 +5,13 @@ use std::collections::VecDeque;
 use crate::error::RegionError;
 use crate::limits;
 use crate::region::Region;
+use crate::topology::ring::Slots;
 
 /// Slots for the sums of one chunk each. A slot is free again when the right neighbour has said that it
 /// has the bytes: until then the kernel may only hold references to them.
 ///
-/// What a host adds up first has slots of its own, because what comes may run ahead: it could take all
+/// In a chain any number of slots will do: the oldest chunk of all can always go on. In a ring,
+/// what a host adds up first has slots of its own, because what comes may run ahead: it could take all
 /// slots while the next chunk to go is the host's own, and the ring would wait for itself. With more slots
 /// for what comes than sums that come in a tick, it never does: if every host waits, follow the ring
 /// from one host to the next, and each has taken fewer sums from its left neighbour than the last, up to the
@@ -17,42 +19,29 @@ use crate::region::Region;
 pub(super) struct Stage {
     region: Region,
     slot_bytes: usize,
-    slots: usize,
+    slots: Slots,
     free: Vec<usize>,
     free_own: Vec<usize>,
     /// Slots whose bytes have gone, in this order, and have not been confirmed.
     sent: VecDeque<usize>,
 }
 
-/// Slots for the host's own chunks, the first ones: one to fill and two on their way.
-const OWN_SLOTS: usize = 3;
-
 impl Stage {
-    /// All slots for a ring of so many ranks: twice as many for what comes as needed, so that a host may run
-    /// ahead of a neighbour that is busy.
-    fn slots_for(ranks: usize) -> usize {
-        OWN_SLOTS + 2 * (ranks - 1)
-    }
-
-    /// Bytes of a region that has them.
-    fn bytes(ranks: usize, sums_bytes: u64) -> u64 {
-        Stage::slots_for(ranks) as u64 * Stage::slot_bytes(sums_bytes)
-    }
-
     fn slot_bytes(sums_bytes: u64) -> u64 {
         sums_bytes.next_multiple_of(limits::ACCUMULATOR_ALIGN_BYTES)
     }
 
-    /// Slots for at most `sums_bytes` bytes of sums each.
+    /// Slots for at most `sums_bytes` bytes of sums each. The own ones are the first ones.
     ///
     /// # Errors
     /// No memory.
-    pub fn new(ranks: usize, sums_bytes: u64) -> Result<Stage, RegionError> {
-        let region = Region::new(Stage::bytes(ranks, sums_bytes))?;
+    pub fn new(slots: Slots, sums_bytes: u64) -> Result<Stage, RegionError> {
+        let slot_bytes = Stage::slot_bytes(sums_bytes);
+        let region = Region::new((slots.own + slots.coming) as u64 * slot_bytes)?;
         let mut stage = Stage {
             region,
-            slots: Stage::slots_for(ranks),
-            slot_bytes: Stage::slot_bytes(sums_bytes) as usize,
+            slots,
+            slot_bytes: slot_bytes as usize,
             free: Vec::new(),
             free_own: Vec::new(),
             sent: VecDeque::new(),
@@ -63,7 +52,7 @@ impl Stage {
 
     /// How many slots there are.
     pub fn slots(&self) -> usize {
-        self.slots
+        self.slots.own + self.slots.coming
     }
 
     /// A free slot for what comes, if there is one.
@@ -78,7 +67,7 @@ impl Stage {
 
     /// A slot whose bytes nobody needs.
     pub fn give_back(&mut self, slot: usize) {
-        if slot < OWN_SLOTS { self.free_own.push(slot) } else { self.free.push(slot) }
+        if slot < self.slots.own { self.free_own.push(slot) } else { self.free.push(slot) }
     }
 
     /// The bytes of a slot are on their way.
@@ -90,8 +79,8 @@ impl Stage {
     pub fn reset(&mut self) {
         self.sent.clear();
         // The one that was used last is the likeliest to be in a cache.
-        self.free_own = (0..OWN_SLOTS).rev().collect();
-        self.free = (OWN_SLOTS..self.slots).rev().collect();
+        self.free_own = (0..self.slots.own).rev().collect();
+        self.free = (self.slots.own..self.slots()).rev().collect();
     }
 
     /// The right neighbour has the bytes of the oldest `count` slots; false if there were not so many.

@@ -1,7 +1,14 @@
-//! The ring: in which order hosts stand, how a model is cut for them, and which part of it each sends
+//! Ring and chain: in which order hosts stand, how a model is cut for them, and which part of it each sends
 //! and receives when.
 //!
-//! A lane's chunks are dealt out in groups of one chunk for each rank. A group is all-reduced in S = 2 (N - 1)
+//! Both move a chunk in S = 2 (N - 1) steps: in the first N - 1 of them it is a sum, to which each host adds
+//! what is its own, in the others it is the mean.
+//!
+//! **Chain.** Rank r sends step r of every chunk to the right, in the order of the chunks; the last rank has
+//! the mean, and rank r sends it to the left in step S - r. Chunk follows chunk, so that all hosts work at
+//! once, and both directions of every connection are used.
+//!
+//! **Ring.** A lane's chunks are dealt out in groups of one chunk for each rank. A group is all-reduced in S = 2 (N - 1)
 //! steps, as in any ring: in the first N - 1 of them a rank adds what is its own and sends on, in the
 //! others it sends on the mean. The groups follow each other at a distance of one tick, so in a tick a rank
 //! does step 0 of the newest group, step 1 of the one before, and so on: a chunk moves on as soon as it
@@ -16,7 +23,7 @@
 
 use std::ops::Range;
 
-use super::{Host, most_on_one_machine};
+use super::{Host, Shape, most_on_one_machine};
 use crate::limits;
 
 /// What is moved in one step, of one group.
@@ -28,20 +35,33 @@ pub struct Item {
     pub step: usize,
 }
 
-/// What is moved between two ranks, on one lane.
+/// What a rank moves to or from a neighbour, in order.
+pub type Items = Box<dyn Iterator<Item = Item> + Send>;
+
+/// Slots that a rank needs for sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slots {
+    /// For what it adds up first.
+    pub own: usize,
+    /// For what comes.
+    pub coming: usize,
+}
+
+/// What is moved between neighbours, on one lane.
 #[derive(Clone, Debug)]
 pub struct Schedule {
+    shape: Shape,
     ranks: usize,
     chunks: Range<usize>,
 }
 
 impl Schedule {
-    /// Of a lane with these chunks in a ring of so many ranks.
-    pub fn new(ranks: usize, chunks: Range<usize>) -> Schedule {
-        Schedule { ranks: ranks.max(1), chunks }
+    /// Of a lane with these chunks among so many ranks.
+    pub fn new(shape: Shape, ranks: usize, chunks: Range<usize>) -> Schedule {
+        Schedule { shape, ranks: ranks.max(1), chunks }
     }
 
-    /// Steps of a group: 2 (N - 1).
+    /// Steps of a chunk: 2 (N - 1).
     pub fn steps(&self) -> usize {
         2 * (self.ranks - 1)
     }
@@ -51,9 +71,80 @@ impl Schedule {
         self.ranks - 1
     }
 
-    /// All that `rank` sends to its right neighbour, in this order. That one receives the same.
-    pub fn sent_by(&self, rank: usize) -> impl Iterator<Item = Item> + use<> {
-        let Schedule { ranks, chunks } = self.clone();
+    /// Whether what is sent in this step goes to the right.
+    pub fn goes_right(&self, step: usize) -> bool {
+        self.shape == Shape::Ring || step < self.first_mean()
+    }
+
+    /// Whether sums are confirmed against their stream; otherwise their means do.
+    pub fn confirms(&self) -> bool {
+        self.shape == Shape::Ring
+    }
+
+    /// Whether a rank has a right neighbour.
+    pub fn has_right(&self, rank: usize) -> bool {
+        self.ranks > 1 && (self.shape == Shape::Ring || rank + 1 < self.ranks)
+    }
+
+    /// Whether a rank has a left neighbour.
+    pub fn has_left(&self, rank: usize) -> bool {
+        self.ranks > 1 && (self.shape == Shape::Ring || rank > 0)
+    }
+
+    /// All that `rank` sends to its right neighbour.
+    pub fn to_right(&self, rank: usize) -> Items {
+        match self.shape {
+            _ if !self.has_right(rank) => Box::new(std::iter::empty()),
+            Shape::Ring => Box::new(self.around(rank)),
+            Shape::Chain => {
+                Box::new(self.chunks.clone().map(move |chunk| Item { chunk, step: rank }))
+            }
+        }
+    }
+
+    /// All that `rank` sends to its left neighbour.
+    pub fn to_left(&self, rank: usize) -> Items {
+        match self.shape {
+            Shape::Chain if self.has_left(rank) => {
+                let step = self.steps() - rank;
+                Box::new(self.chunks.clone().map(move |chunk| Item { chunk, step }))
+            }
+            _ => Box::new(std::iter::empty()),
+        }
+    }
+
+    /// All that comes to `rank` from its left neighbour.
+    pub fn from_left(&self, rank: usize) -> Items {
+        match self.has_left(rank) {
+            true => self.to_right((rank + self.ranks - 1) % self.ranks),
+            false => Box::new(std::iter::empty()),
+        }
+    }
+
+    /// All that comes to `rank` from its right neighbour.
+    pub fn from_right(&self, rank: usize) -> Items {
+        match self.has_right(rank) {
+            true => self.to_left((rank + 1) % self.ranks),
+            false => Box::new(std::iter::empty()),
+        }
+    }
+
+    /// Slots for the sums that `rank` holds until its right neighbour has them.
+    pub fn slots(&self, rank: usize) -> Slots {
+        // One to fill and two on their way.
+        const OWN_SLOTS: usize = 3;
+        let all = OWN_SLOTS + self.steps();
+        match self.shape {
+            Shape::Ring => Slots { own: OWN_SLOTS, coming: all - OWN_SLOTS },
+            // A sum is held until its mean is back.
+            Shape::Chain if rank == 0 => Slots { own: all, coming: 0 },
+            Shape::Chain => Slots { own: 0, coming: all },
+        }
+    }
+
+    /// What `rank` sends in a ring.
+    fn around(&self, rank: usize) -> impl Iterator<Item = Item> + use<> {
+        let Schedule { ranks, chunks, .. } = self.clone();
         let (steps, groups) = (self.steps(), chunks.len().div_ceil(ranks));
         let ticks = if groups == 0 || steps == 0 { 0 } else { groups + steps - 1 };
         (0..ticks).flat_map(move |tick| {
@@ -68,14 +159,9 @@ impl Schedule {
             })
         })
     }
-
-    /// All that `rank` receives from its left neighbour, in this order.
-    pub fn received_by(&self, rank: usize) -> impl Iterator<Item = Item> + use<> {
-        self.sent_by((rank + self.ranks - 1) % self.ranks)
-    }
 }
 
-/// The order in which hosts stand in the ring: those of one machine side by side, so that each machine
+/// The order in which hosts stand: those of one machine side by side, so that each machine
 /// sends and receives once; otherwise by name.
 pub fn order(hosts: &[Host]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..hosts.len()).collect();

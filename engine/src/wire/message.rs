@@ -6,6 +6,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::hello::{Place, SessionId, Ticket};
+use crate::topology::Shape;
 
 /// A checksum as it travels: eight bytes, little-endian.
 pub type WireSum = [u8; 8];
@@ -104,9 +105,9 @@ pub enum ClientMessage {
         round: u32,
         /// The attempt.
         attempt: u32,
-        /// Nothing usable comes from the left neighbour.
+        /// Nothing usable comes from the left neighbour, or nothing goes back to it.
         from_left: bool,
-        /// Nothing goes to the right neighbour.
+        /// Nothing goes to the right neighbour, or nothing usable comes back from it.
         to_right: bool,
         /// Only silence was the sign.
         stalled: bool,
@@ -185,7 +186,7 @@ pub enum AggregatorMessage {
     },
 }
 
-/// What all rounds of a ring have in common.
+/// What all rounds of a ring or chain have in common.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RingTerms {
     /// The session.
@@ -196,6 +197,8 @@ pub struct RingTerms {
     pub deadline_ms: u64,
     /// The safetensors header of the model, for a client that has joined without one.
     pub header: Vec<u8>,
+    /// In which way the hosts average.
+    pub shape: Shape,
 }
 
 /// One attempt at an all-reduce, as one rank has to know it.
@@ -213,7 +216,7 @@ pub struct Turn {
     pub streams: u32,
     /// Most bytes of a chunk.
     pub chunk_bytes: u64,
-    /// Where the right neighbour listens.
+    /// Where the right neighbour listens; empty for who has none.
     pub right: String,
     /// What must be proven there, veiled.
     pub right_key: Ticket,

@@ -1,6 +1,7 @@
 //! One example of everything that crosses the wire, with its parts named.
 
 use fedlane::manifest::Manifest;
+use fedlane::topology::Shape;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame;
 use fedlane::wire::hello::{Answer, Channel, DataHello, Opening, Preamble, Reply, Secret};
@@ -320,6 +321,7 @@ fn aggregator_messages() -> Vec<Example> {
                 rounds: 300,
                 deadline_ms: 30_000,
                 header: Vec::new(),
+                shape: Shape::Ring,
             }),
             &[
                 (1, "message 10: ring"),
@@ -327,6 +329,7 @@ fn aggregator_messages() -> Vec<Example> {
                 (2, "rounds: 300"),
                 (3, "deadline_ms: 30,000"),
                 (1, "header: none"),
+                (1, "shape: ring"),
             ],
         ),
         example("11-turn", AggregatorMessage::Turn(turn()), TURN_PARTS),
