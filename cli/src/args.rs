@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use anyhow::bail;
 use clap::{Args, ValueEnum};
 use fedlane::aggregator::{AggregatorConfig, Averaging, OnLoss, default_streams};
 use fedlane::control::Congestion;
@@ -257,6 +258,17 @@ pub enum OnNonfiniteArg {
     Keep,
 }
 
+impl OnNonfiniteArg {
+    /// As the engine says it.
+    pub fn policy(self) -> OnNonfinite {
+        match self {
+            OnNonfiniteArg::Reject => OnNonfinite::Reject,
+            OnNonfiniteArg::Zero => OnNonfinite::Zero,
+            OnNonfiniteArg::Keep => OnNonfinite::Keep,
+        }
+    }
+}
+
 /// `--on-loss`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum OnLossArg {
@@ -282,6 +294,23 @@ pub enum AveragingArg {
 }
 
 impl Averager {
+    /// Refuses what says nothing where clients average among themselves.
+    pub fn check_without_aggregator(&self, topology: Topology) -> anyhow::Result<()> {
+        let is_said = [
+            ("--clip-norm", self.clip_norm.is_some()),
+            ("--max-model", self.max_model.is_some()),
+            ("--on-loss", self.on_loss != OnLossArg::Auto),
+            ("--averaging", self.averaging != AveragingArg::Streaming),
+        ];
+        match is_said.iter().find(|(_, is_said)| *is_said) {
+            None => Ok(()),
+            Some((flag, _)) => bail!(
+                "{flag} is for --topology star, where one aggregator sees every update; leave it out in a {}",
+                topology.name()
+            ),
+        }
+    }
+
     /// The engine's configuration.
     pub fn config(&self, clients: usize, rounds: u32, paths: &Paths) -> AggregatorConfig {
         AggregatorConfig {
@@ -312,11 +341,7 @@ impl Averager {
             send_path: paths.send_path,
             congestion: paths.congestion.clone(),
             updates: UpdatePolicy {
-                on_nonfinite: match self.on_nonfinite {
-                    OnNonfiniteArg::Reject => OnNonfinite::Reject,
-                    OnNonfiniteArg::Zero => OnNonfinite::Zero,
-                    OnNonfiniteArg::Keep => OnNonfinite::Keep,
-                },
+                on_nonfinite: self.on_nonfinite.policy(),
                 clip_norm: self.clip_norm,
             },
             max_model_bytes: self.max_model.unwrap_or(limits::MAX_MODEL_BYTES),

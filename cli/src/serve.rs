@@ -1,5 +1,6 @@
 //! `fedlane serve`: the aggregator.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
@@ -13,6 +14,7 @@ use fedlane::source::Source;
 use fedlane::source::file::FileSource;
 use fedlane::sys::process;
 use fedlane::topology::Shape;
+use fedlane::verdict::OnNonfinite;
 use serde_json::json;
 
 use crate::args::{Averager, Paths, Topology};
@@ -146,11 +148,10 @@ impl Serve {
                  leave --initial out"
             );
         }
-        if self.certificates.read()?.is_some() {
-            bail!(
-                "the clients of a {name} do not speak TLS to each other yet; leave --tls-cert out"
-            );
+        if self.state.is_some() {
+            bail!("in a {name} this process holds nothing that could be kept; leave --state out");
         }
+        self.averager.check_without_aggregator(self.topology)?;
         let mut ring = Coordinator::bind(self.listen.as_str(), self.ring_config(shape)?)?;
         let address = ring.address();
         output.event(
@@ -161,7 +162,20 @@ impl Serve {
         ring.gather()?;
         for _ in 0..self.rounds {
             let report = ring.run_round()?;
-            let names: Vec<&str> = report.ranks.iter().map(|(name, _)| name.as_str()).collect();
+            let on_nonfinite = self.averager.on_nonfinite.policy();
+            let nonfinite: BTreeMap<&str, &str> = report
+                .nonfinite
+                .iter()
+                .map(|(name, what)| (name.as_str(), what.as_str()))
+                .collect();
+            let counts =
+                |name: &&str| on_nonfinite != OnNonfinite::Reject || !nonfinite.contains_key(name);
+            let names: Vec<&str> =
+                report.ranks.iter().map(|(name, _)| name.as_str()).filter(counts).collect();
+            for (name, what) in &nonfinite {
+                let done = if counts(name) { "counts as zero" } else { "its update is left out" };
+                anstream::eprintln!("round {}: {name}: {what}: {done}", report.round);
+            }
             let attempts = match report.attempts {
                 1 => String::new(),
                 attempts => format!(", at attempt {attempts}"),
@@ -169,7 +183,7 @@ impl Serve {
             output.event(
                 "averaged",
                 json!({ "round": report.round, "clients": names, "attempts": report.attempts,
-                    "seconds": report.seconds }),
+                    "seconds": report.seconds, "nonfinite": nonfinite }),
                 &format!(
                     "round {}: the mean of {}, the same on all of them, in {:.3} s{attempts}",
                     report.round,
@@ -198,7 +212,9 @@ impl Serve {
             chunk_bytes: self.averager.chunk_bytes.min(limits::RING_CHUNK_BYTES),
             deadline: self.paths.deadline(),
             congestion: self.paths.congestion.clone(),
+            on_nonfinite: self.averager.on_nonfinite.policy(),
             secret: self.secret.read()?,
+            tls: self.certificates.read()?,
             insecure: self.insecure,
         })
     }

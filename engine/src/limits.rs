@@ -130,6 +130,9 @@ pub const MAX_SERVED: usize = 1024;
 /// Most lanes of one session. More than the cores of a host gain nothing.
 pub const MAX_STREAMS: usize = 64;
 
+/// Most bytes of the certificate that a host of a ring makes for a session.
+pub const MAX_CERTIFICATE_BYTES: usize = 4 << 10;
+
 /// Most hosts in a ring: in a larger one, a host that is slow holds up too many.
 pub const MAX_RANKS: usize = 64;
 

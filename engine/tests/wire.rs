@@ -10,6 +10,7 @@ use fedlane::error::WireError;
 use fedlane::limits;
 use fedlane::manifest::{Dtype, Manifest};
 use fedlane::topology::Shape;
+use fedlane::verdict::OnNonfinite;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame::{self, LENGTH_BYTES};
 use fedlane::wire::hello::{
@@ -411,14 +412,15 @@ fn client_messages() -> impl Strategy<Value = ClientMessage> {
         (".{0,40}", any::<[u8; 16]>()).prop_map(|(name, place)| Call { name, place }),
         (any::<u32>(), chunks()).prop_map(|(stream, chunks)| Want { stream, chunks }),
         (any::<u32>(), chunks()).prop_map(|(stream, chunks)| Prove { stream, chunks }),
-        (any::<(u32, u32)>(), weight, ".{0,40}", any::<u16>(), any::<[u8; 32]>()).prop_map(
-            |((round, attempt), examples, host, port, key)| Ready {
+        (any::<(u32, u32)>(), weight, ".{0,40}", any::<u16>(), any::<[u8; 32]>(), der()).prop_map(
+            |((round, attempt), examples, host, port, key, certificate)| Ready {
                 round,
                 attempt,
                 examples,
                 host,
                 port,
                 key,
+                certificate,
             }
         ),
         any::<(u32, u32, [u8; 32])>().prop_map(|(round, attempt, digest)| Reduced {
@@ -443,10 +445,26 @@ fn turns() -> impl Strategy<Value = Turn> {
     let weight = any::<f64>().prop_filter("NaN equals nothing", |number| !number.is_nan());
     let ranks = vec((".{0,10}", weight), 0..70);
     let numbers = any::<(u32, u32, u32, u32, u64)>();
-    (numbers, ranks, ".{0,40}", any::<[u8; 32]>()).prop_map(|(numbers, ranks, right, right_key)| {
-        let (round, attempt, rank, streams, chunk_bytes) = numbers;
-        Turn { round, attempt, rank, ranks, streams, chunk_bytes, right, right_key }
-    })
+    (numbers, ranks, ".{0,40}", any::<[u8; 32]>(), der()).prop_map(
+        |(numbers, ranks, right, right_key, right_certificate)| {
+            let (round, attempt, rank, streams, chunk_bytes) = numbers;
+            Turn {
+                round,
+                attempt,
+                rank,
+                ranks,
+                streams,
+                chunk_bytes,
+                right,
+                right_key,
+                right_certificate,
+            }
+        },
+    )
+}
+
+fn der() -> impl Strategy<Value = Vec<u8>> {
+    vec(any::<u8>(), 0..100)
 }
 
 fn terms() -> impl Strategy<Value = RingTerms> {
@@ -459,6 +477,7 @@ fn terms() -> impl Strategy<Value = RingTerms> {
             deadline_ms,
             header,
             shape,
+            on_nonfinite: OnNonfinite::Zero,
         },
     )
 }

@@ -164,6 +164,8 @@ class Ring:
         secret: bytes | None = None,
         insecure: bool = False,
         advertise: str | None = None,
+        topology: Literal["ring", "chain"] | None = None,
+        on_nonfinite: Literal["reject", "zero", "keep"] | None = None,
     ) -> Self: ...
     @property
     def address(self) -> str: ...

@@ -267,16 +267,7 @@ impl Aggregator {
                 return Err(PyValueError::new_err(text));
             }
         };
-        let on_nonfinite = match on_nonfinite {
-            "reject" => OnNonfinite::Reject,
-            "zero" => OnNonfinite::Zero,
-            "keep" => OnNonfinite::Keep,
-            other => {
-                let text =
-                    format!("on_nonfinite is \"reject\", \"zero\" or \"keep\", not {other:?}");
-                return Err(PyValueError::new_err(text));
-            }
-        };
+        let on_nonfinite = parse_on_nonfinite(on_nonfinite)?;
         let on_loss = match on_loss {
             "redo" => OnLoss::Redo,
             "spool" => OnLoss::Spool,
@@ -525,3 +516,16 @@ fn describe_update<'py>(py: Python<'py>, report: &UpdateReport) -> PyResult<Boun
 
 /// The default that the signature above repeats.
 const _: () = assert!(limits::DEADLINE.as_millis() == 30_000);
+
+/// `on_nonfinite` of an aggregator or a ring.
+pub fn parse_on_nonfinite(name: &str) -> PyResult<OnNonfinite> {
+    match name {
+        "reject" => Ok(OnNonfinite::Reject),
+        "zero" => Ok(OnNonfinite::Zero),
+        "keep" => Ok(OnNonfinite::Keep),
+        other => {
+            let text = format!("on_nonfinite is \"reject\", \"zero\" or \"keep\", not {other:?}");
+            Err(PyValueError::new_err(text))
+        }
+    }
+}

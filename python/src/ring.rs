@@ -10,20 +10,24 @@ use fedlane::manifest::Manifest;
 use fedlane::paths::ReceiveKind;
 use fedlane::ring::{Coordinator, Joined, Member, RingConfig, RingMember, Stopper, join_any};
 use fedlane::source::region::RegionSource;
+use fedlane::topology::Shape;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::aggregator::parse_on_nonfinite;
 use crate::blocking;
 use crate::errors::{FedlaneError, OrRaise};
 use crate::region::Region;
 
 /// A ring all-reduce: hosts average their models among themselves, and all get the same mean.
 ///
-/// Ring(address, *, name, model, ranks=None, min_ranks=None, deadline_ms=30000, secret=None,
-/// insecure=False, advertise=None) joins the ring that is kept together at "HOST:PORT". One of the hosts gives
+/// Ring(address, *, name, model, ranks=None, min_ranks=None, topology="ring", on_nonfinite="reject",
+/// deadline_ms=30000, secret=None, insecure=False, advertise=None) joins the ring that is kept together at
+/// "HOST:PORT". One of the hosts gives
 /// `ranks`, the number of all hosts, 2 to 64: it listens there (port 0 takes a free one, see `ring.address`).
 /// The models do not pass through it: each host sends to the next one, and all send and receive at once.
+/// With its `topology="chain"` sums go down a line of hosts instead, and the mean comes back the same way.
 /// `name` is unique in the ring. `model`, a Region, says the layout, which is the same on all hosts.
 ///
 ///     with fedlane.Ring("host-a:7733", name="b", model=region) as ring:
@@ -33,7 +37,9 @@ use crate::region::Region;
 ///
 /// A host that is silent for `deadline_ms` milliseconds, or whose connection breaks, ends the ring for
 /// all with the same PeerError, which names it. With `min_ranks` (of the host that listens) the others go
-/// on without it as long as so many are left, exactly: the all-reduce begins again.
+/// on without it as long as so many are left, exactly: the all-reduce begins again. A model with elements that
+/// are NaN or infinite is left out in the same way; with `on_nonfinite="zero"` (of the host that listens) those
+/// elements count as zero, and with "keep" as they are.
 ///
 /// Where other machines can reach it, the host that listens takes a `secret`, 32 bytes that all know, or
 /// insecure=True. Models are not encrypted. Each host also listens on a free port of the address that it
@@ -141,7 +147,7 @@ fn keep_together(address: &str, config: RingConfig) -> PyResult<(String, Stopper
 #[pymethods]
 impl Ring {
     #[new]
-    #[pyo3(signature = (address, *, name, model, ranks=None, min_ranks=None, deadline_ms=30_000, secret=None, insecure=false, advertise=None))]
+    #[pyo3(signature = (address, *, name, model, ranks=None, min_ranks=None, deadline_ms=30_000, secret=None, insecure=false, advertise=None, topology=None, on_nonfinite=None))]
     #[allow(clippy::too_many_arguments)] // They have names in Python.
     fn new(
         py: Python<'_>,
@@ -154,17 +160,25 @@ impl Ring {
         secret: Option<[u8; 32]>,
         insecure: bool,
         advertise: Option<String>,
+        topology: Option<&str>,
+        on_nonfinite: Option<&str>,
     ) -> PyResult<Ring> {
         let deadline = Duration::from_millis(blocking::check_deadline(deadline_ms)?);
         let secret = blocking::check_secret(secret)?;
-        if ranks.is_none() && (min_ranks.is_some() || insecure) {
-            let text = "min_ranks and insecure are for the host that gives ranks, and listens";
+        let says = min_ranks.is_some() || insecure || topology.is_some() || on_nonfinite.is_some();
+        if ranks.is_none() && says {
+            let text = "min_ranks, topology, on_nonfinite and insecure are for the host that gives \
+                        ranks, and listens";
             return Err(PyValueError::new_err(text));
         }
+        let shape = parse_topology(topology.unwrap_or("ring"))?;
+        let on_nonfinite = parse_on_nonfinite(on_nonfinite.unwrap_or("reject"))?;
         let (address, keeper) = match ranks {
             None => (address, None),
             Some(ranks) => {
                 let config = RingConfig {
+                    shape,
+                    on_nonfinite,
                     ranks,
                     min_ranks,
                     rounds: u32::MAX,
@@ -302,6 +316,17 @@ impl Ring {
         match error {
             Some(error) => self.end(py, &blocking::describe(&error)),
             None => self.close(py),
+        }
+    }
+}
+
+fn parse_topology(name: &str) -> PyResult<Shape> {
+    match name {
+        "ring" => Ok(Shape::Ring),
+        "chain" => Ok(Shape::Chain),
+        other => {
+            let text = format!("topology is \"ring\" or \"chain\", not {other:?}");
+            Err(PyValueError::new_err(text))
         }
     }
 }

@@ -18,7 +18,7 @@ def region(value, elements=100_003):
     return fedlane.Region.from_arrays({"w": rising * value, "b": np.array([value], np.float64)})
 
 
-def ring_of(values, weights, steps=1, min_ranks=None, leaves=()):
+def ring_of(values, weights, steps=1, min_ranks=None, leaves=(), **options):
     """Runs a ring with a thread for each host; what each has, or the error that ended it. After all
     steps some leave, and the others take one more."""
     first = fedlane.Ring(
@@ -28,6 +28,7 @@ def ring_of(values, weights, steps=1, min_ranks=None, leaves=()):
         ranks=len(values),
         min_ranks=min_ranks,
         deadline_ms=20_000,
+        **options,
     )
     results = [None] * len(values)
 
@@ -55,10 +56,11 @@ def ring_of(values, weights, steps=1, min_ranks=None, leaves=()):
     return results
 
 
+@pytest.mark.parametrize("topology", ["ring", "chain"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_all_have_the_weighted_mean(ranks):
+def test_all_have_the_weighted_mean(ranks, topology):
     values, weights = [1.0 + rank for rank in range(ranks)], [2.0**rank for rank in range(ranks)]
-    results = ring_of(values, weights, steps=3)
+    results = ring_of(values, weights, steps=3, topology=topology)
     expected = np.average(values, weights=weights)
     first = results[0][0].numpy("w").copy()
     for mean, members in results:
@@ -89,8 +91,28 @@ def test_all_hear_of_a_host_that_leaves():
     assert all("host-1" in str(error) for error in errors)
 
 
+@pytest.mark.parametrize("topology", ["ring", "chain"])
+def test_a_model_that_is_not_finite_is_left_out_or_not(topology):
+    values, weights = [1.0, np.inf, 6.0], [1.0, 1.0, 1.0]
+
+    def means(**options):
+        results = ring_of(values, weights, topology=topology, **options)
+        return [mean.numpy("b")[0] for mean, _ in results]
+
+    assert means(min_ranks=2) == [3.5] * 3
+    assert means(on_nonfinite="zero") == pytest.approx([7.0 / 3] * 3)
+    assert means(on_nonfinite="keep") == [np.inf] * 3
+    errors = ring_of(values, weights, topology=topology)
+    assert all("host-1" in str(error) for error in errors), errors
+
+
 def test_wrong_use():
     model = region(1.0)
+    for option in [dict(topology="star"), dict(on_nonfinite="drop")]:
+        with pytest.raises(ValueError, match=next(iter(option))):
+            fedlane.Ring("127.0.0.1:0", name="a", model=model, ranks=2, **option)
+    with pytest.raises(ValueError, match="for the host that gives"):
+        fedlane.Ring("127.0.0.1:1", name="a", model=model, topology="chain")
     with pytest.raises(ValueError, match="ranks"):
         fedlane.Ring("127.0.0.1:1", name="a", model=model, min_ranks=2)
     with pytest.raises(ValueError, match="hosts of a ring"):

@@ -1,28 +1,29 @@
 //! One lane of an all-reduce: a thread, a connection from the left neighbour and one to the right.
 //!
 //! On the wire each item is its checksum, 8 bytes, and then its bytes: sums in the accumulator's type on
-//! the way to the mean, the mean in the model's dtype after that. In a ring the receiver confirms sums
+//! the way to the mean, the mean in the model's dtype after that. In a ring the receiver confirms items
 //! against the stream: each byte says how many more it has taken. In a chain the mean comes against the
 //! stream of sums, and confirms the sum that it was made of.
 
 use std::collections::VecDeque;
 use std::io;
 use std::iter::Peekable;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::MeanSink;
 use super::stage::Stage;
 use crate::channel::DataChannel;
-use crate::error::{LaneError, ReducerError, SourceError, TransferError};
+use crate::error::{LaneError, ReducerError, SinkError, SourceError, TransferError};
 use crate::limits;
-use crate::manifest::ChunkTable;
+use crate::manifest::{Chunk, ChunkTable};
 use crate::paths::{ReceiveKind, SendKind};
 use crate::receiver::{Landing, ReceivePath};
-use crate::reducer::{self, Weight, Weights};
+use crate::reducer::{self, Norm, Weight, Weights};
 use crate::region::Region;
 use crate::sender::{Piece, SendPath};
 use crate::signal::Signal;
@@ -43,6 +44,8 @@ pub(super) enum Fault {
     Link { left: bool, right: bool, error: TransferError },
     /// Ended by its signal.
     Cancelled,
+    /// This element of our own update is NaN or infinite, counted in its chunk.
+    Nonfinite { chunk: usize, index: u64 },
     /// What is no neighbour's fault.
     Ours(LaneError),
 }
@@ -78,6 +81,12 @@ impl From<SourceError> for Fault {
     }
 }
 
+impl From<SinkError> for Fault {
+    fn from(error: SinkError) -> Fault {
+        Fault::Ours(LaneError::peer(0, error))
+    }
+}
+
 impl From<ReducerError> for Fault {
     fn from(error: ReducerError) -> Fault {
         // The layout was checked when the model was: this cannot be.
@@ -85,11 +94,23 @@ impl From<ReducerError> for Fault {
     }
 }
 
+/// What is done with numbers of our own update that are NaN or infinite.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Nonfinite {
+    /// Nothing: they count as they are.
+    Kept,
+    /// The first one ends the lane.
+    Found,
+    /// They count as zero.
+    Zeroed,
+}
+
 /// What all lanes of an all-reduce work on.
 pub(super) struct Task<'a> {
     pub rank: usize,
     pub chunks: &'a ChunkTable,
     pub source: &'a dyn Source,
+    pub nonfinite: Nonfinite,
     pub weights: &'a Weights,
     pub send_path: SendKind,
     pub receive_path: ReceiveKind,
@@ -102,11 +123,7 @@ pub(super) struct Task<'a> {
 /// What one lane works on.
 pub(super) struct LanePart<'a> {
     pub schedule: Schedule,
-    /// The lane's part of the output, and its place in the model.
-    pub out: &'a mut [u8],
-    pub out_start: u64,
-    /// The output is also a file, from this position on.
-    pub out_file: Option<(std::os::fd::BorrowedFd<'a>, u64)>,
+    pub out: Out<'a>,
     /// Of the lane's chunks: the checksums of their means.
     pub sums: &'a mut [u64],
     pub first_chunk: usize,
@@ -114,10 +131,19 @@ pub(super) struct LanePart<'a> {
     pub signal: &'a Signal,
 }
 
+/// Where the mean goes.
+pub(super) enum Out<'a> {
+    /// To memory, where it stays: the lane's part of the model, which begins at byte `start` and is also a
+    /// file, from this position on.
+    Kept { bytes: &'a mut [u8], start: u64, file: (BorrowedFd<'a>, u64) },
+    /// To who takes it. It is in a slot until it has been sent on.
+    Passed(&'a dyn MeanSink),
+}
+
 /// What is to be sent next, or is being sent.
 struct Outgoing {
     item: Item,
-    /// Absent for a mean, which stands in the output.
+    /// Absent for a mean that stands in the output.
     slot: Option<usize>,
     length: usize,
     sum: u64,
@@ -128,7 +154,7 @@ struct Outgoing {
 /// What is being received.
 struct Incoming {
     item: Item,
-    /// Absent for a mean, which goes to the output.
+    /// Absent for a mean that goes to the output at once.
     slot: Option<usize>,
     length: usize,
     head: [u8; HEAD_BYTES],
@@ -162,13 +188,13 @@ struct Neighbour {
 
 impl Neighbour {
     fn new(
-        task: &Task<'_>,
         channel: Arc<DataChannel>,
+        (receive_path, send_path): (ReceiveKind, SendKind),
         to_come: Items,
         to_go: Items,
     ) -> Result<Neighbour, TransferError> {
         let (receiver, sender) =
-            (channel.receive_path(task.receive_path)?, channel.send_path(task.send_path)?);
+            (channel.receive_path(receive_path)?, channel.send_path(send_path)?);
         let (mut to_come, mut to_go) = (to_come.peekable(), to_go.peekable());
         let confirms = to_come.peek().is_none() && to_go.peek().is_some();
         let now = Instant::now();
@@ -214,9 +240,12 @@ struct Lane<'a, 'b> {
     weight: Weight,
     /// Left and right; an end of a chain has only one.
     neighbours: [Option<Neighbour>; 2],
-    /// Sums that were taken and not confirmed yet.
+    /// Items that were taken and not confirmed yet.
     unconfirmed: u8,
+    /// The confirmation that is being sent: what encrypts it wants the same byte again.
+    confirming: Option<u8>,
     scratch: Vec<u8>,
+    mean: Vec<u8>,
 }
 
 /// What a step came to.
@@ -254,13 +283,20 @@ pub(super) fn run(
     let (schedule, rank) = (&part.schedule, task.rank);
     let [left, right] = channels;
     let open = |side, channel: Option<_>, to_come, to_go| {
-        let open = |channel| Neighbour::new(task, channel, to_come, to_go);
+        // Nobody confirms means that go back: they are copied, so that their slots are free at once.
+        let copies = side == Side::Left && matches!(part.out, Out::Passed(_));
+        let send_path = if copies { SendKind::copying() } else { task.send_path };
+        let paths = (task.receive_path, send_path);
+        let open = |channel| Neighbour::new(channel, paths, to_come, to_go);
         channel.map(open).transpose().map_err(|error| Fault::at(side, error))
     };
     let left = open(Side::Left, left, schedule.from_left(rank), schedule.to_left(rank))?;
     let right = open(Side::Right, right, schedule.from_right(rank), schedule.to_right(rank))?;
     let neighbours = [left, right];
-    Lane { task, part, weight, neighbours, unconfirmed: 0, scratch: Vec::new() }.run()
+    let (scratch, mean) = (Vec::new(), Vec::new());
+    let mut lane =
+        Lane { task, part, weight, neighbours, unconfirmed: 0, confirming: None, scratch, mean };
+    lane.run()
 }
 
 impl Lane<'_, '_> {
@@ -334,7 +370,7 @@ impl Lane<'_, '_> {
         let Some(slot) = slot else { return Ok(Err(Step::NoRoom)) };
         let length = self.length(item)?;
         let chunk = self.task.chunks.get(item.chunk);
-        let payload = read(self.task.source, &chunk.bytes, &mut self.scratch)?;
+        let payload = self.task.read(item.chunk, &mut self.scratch)?;
         let sums = self.part.stage.bytes_of_mut(slot, length);
         reducer::accumulate(chunk.dtype, true, self.weight, payload, sums)?;
         let sum = chunk_sum(sums);
@@ -349,22 +385,16 @@ impl Lane<'_, '_> {
             let sent = neighbour.channel.send_head(&head[out.head_sent..]);
             sent.inspect(|sent| out.head_sent += sent)
         } else {
-            let piece = match out.slot {
+            let chunk = self.task.chunks.get(out.item.chunk);
+            let (bytes, (file, position)) = match out.slot {
                 Some(slot) => {
-                    let bytes = &self.part.stage.bytes_of(slot, out.length)[out.sent..];
-                    let (file, position) = self.part.stage.file_of(slot);
-                    let file = Some((file, position + out.sent as u64));
-                    Piece { length: bytes.len(), bytes: Some(bytes), file }
+                    (self.part.stage.bytes_of(slot, out.length), self.part.stage.file_of(slot))
                 }
-                None => {
-                    let chunk = self.task.chunks.get(out.item.chunk).bytes;
-                    let start = (chunk.start - self.part.out_start) as usize;
-                    let bytes = &self.part.out[start + out.sent..start + out.length];
-                    let at = (start + out.sent) as u64;
-                    let file = self.part.out_file.map(|(file, position)| (file, position + at));
-                    Piece { length: bytes.len(), bytes: Some(bytes), file }
-                }
+                None => self.part.out.of(&chunk)?,
             };
+            let bytes = &bytes[out.sent..];
+            let file = Some((file, position + out.sent as u64));
+            let piece = Piece { length: bytes.len(), bytes: Some(bytes), file };
             let sent = neighbour.sender.send(neighbour.channel.as_fd(), piece);
             sent.inspect(|sent| out.sent += sent)
         };
@@ -373,7 +403,12 @@ impl Lane<'_, '_> {
                 self.task.sent.fetch_add(sent as u64, Ordering::Relaxed);
                 neighbour.last_went = Instant::now();
                 if let Some(done) = neighbour.outgoing.take_if(|out| out.sent == out.length) {
-                    done.slot.into_iter().for_each(|slot| self.part.stage.sent(slot));
+                    match to {
+                        Side::Right => self.part.stage.sent(done.slot),
+                        Side::Left => {
+                            done.slot.into_iter().for_each(|slot| self.part.stage.give_back(slot));
+                        }
+                    }
                 }
                 Ok(Step::Moved)
             }
@@ -414,13 +449,16 @@ impl Lane<'_, '_> {
         let Some(neighbour) = &mut self.neighbours[from as usize] else { return Ok(Step::Idle) };
         if neighbour.incoming.is_none() {
             let Some(&item) = neighbour.to_come.peek() else { return Ok(Step::Idle) };
-            let slot = match self.is_sum(item.step) {
-                true => match self.free_slot(Stage::take)? {
-                    None => return Ok(Step::NoRoom),
-                    slot => slot,
-                },
-                false => None,
+            let take = match (self.is_sum(item.step), &self.part.out) {
+                (true, _) => Some(Stage::take_sum as fn(&mut Stage) -> Option<usize>),
+                (false, Out::Passed(_)) => Some(Stage::take_mean as _),
+                (false, Out::Kept { .. }) => None,
             };
+            let slot = take.map(|take| self.free_slot(take)).transpose()?;
+            if slot == Some(None) {
+                return Ok(Step::NoRoom);
+            }
+            let slot = slot.flatten();
             let length = self.length(item)?;
             let head = [0; HEAD_BYTES];
             if let Some(neighbour) = &mut self.neighbours[from as usize] {
@@ -456,11 +494,7 @@ impl Lane<'_, '_> {
         } else {
             let room = match incoming.slot {
                 Some(slot) => self.part.stage.bytes_of_mut(slot, incoming.length),
-                None => {
-                    let chunk = self.task.chunks.get(incoming.item.chunk).bytes;
-                    let start = (chunk.start - self.part.out_start) as usize;
-                    &mut self.part.out[start..start + incoming.length]
-                }
+                None => self.part.out.of_mut(&self.task.chunks.get(incoming.item.chunk))?,
             };
             let room = &mut room[incoming.came..];
             let landing = Landing { length: room.len(), bytes: Some(room), file: None };
@@ -480,46 +514,22 @@ impl Lane<'_, '_> {
         }
     }
 
-    /// An item is whole: adds what is ours, and has it sent on.
+    /// An item is whole: adds what is ours, or keeps the mean, and has it sent on.
     fn take_in(&mut self, from: Side, incoming: Incoming) -> Result<(), Fault> {
         let Incoming { item, slot, length, head, .. } = incoming;
-        let chunk = self.task.chunks.get(item.chunk);
         let announced = u64::from_le_bytes(head);
-        let wrong = || Fault::at(from, TransferError::Checksum { bytes: chunk.bytes.clone() });
-        let start = (chunk.bytes.start - self.part.out_start) as usize;
-        let out = &mut self.part.out[start..start + chunk.length()];
-        let next = Item { chunk: item.chunk, step: item.step + 1 };
         let (slot, length, sum) = match slot {
-            // The mean.
-            None => {
-                if chunk_sum(out) != announced {
-                    return Err(wrong());
-                }
-                // In a chain: who made it of our sum has read that.
-                if from == Side::Right && !self.part.stage.confirm(1) {
-                    return Err(Fault::at(from, TransferError::TooMuch));
-                }
-                (None, length, announced)
+            Some(slot) if self.is_sum(item.step) => {
+                self.add(from, item, (slot, length), announced)?
             }
-            Some(slot) => {
-                let payload = read(self.task.source, &chunk.bytes, &mut self.scratch)?;
-                let sums = self.part.stage.bytes_of_mut(slot, length);
-                if chunk_sum(sums) != announced {
-                    return Err(wrong());
-                }
-                self.unconfirmed += 1;
-                if next.step < self.part.schedule.first_mean() {
-                    reducer::accumulate(chunk.dtype, false, self.weight, payload, sums)?;
-                    (Some(slot), length, chunk_sum(sums))
-                } else {
-                    let (dtype, weights) = (chunk.dtype, self.task.weights);
-                    reducer::complete(dtype, false, self.weight, weights, payload, sums, out)?;
-                    self.part.stage.give_back(slot);
-                    (None, out.len(), chunk_sum(out))
-                }
+            slot => {
+                self.keep(from, item, (slot, length), announced)?;
+                (slot, length, announced)
             }
         };
-        if slot.is_none() {
+        self.unconfirmed += 1;
+        let next = Item { chunk: item.chunk, step: item.step + 1 };
+        if !self.is_sum(next.step) {
             self.part.sums[item.chunk - self.part.first_chunk] = sum;
         }
         if next.step < self.part.schedule.steps() {
@@ -529,14 +539,79 @@ impl Lane<'_, '_> {
             if let Some(neighbour) = &mut self.neighbours[to as usize] {
                 neighbour.ready.push_back(out);
             }
+        } else {
+            slot.into_iter().for_each(|slot| self.part.stage.give_back(slot));
         }
-        if usize::from(self.unconfirmed) >= self.part.stage.slots() / 3 {
+        if usize::from(self.unconfirmed) >= self.part.stage.room() / 3 {
             self.confirm()?;
         }
         Ok(())
     }
 
-    /// Tells the left neighbour of a ring which sums have been taken.
+    /// Adds what is ours to sums in a slot. What is to be sent on: its slot, bytes, checksum.
+    fn add(
+        &mut self,
+        from: Side,
+        item: Item,
+        (slot, length): (usize, usize),
+        announced: u64,
+    ) -> Result<(Option<usize>, usize, u64), Fault> {
+        let chunk = self.task.chunks.get(item.chunk);
+        let (dtype, weight, weights) = (chunk.dtype, self.weight, self.task.weights);
+        let payload = self.task.read(item.chunk, &mut self.scratch)?;
+        let sums = self.part.stage.bytes_of_mut(slot, length);
+        if chunk_sum(sums) != announced {
+            return Err(Fault::at(from, TransferError::Checksum { bytes: chunk.bytes.clone() }));
+        }
+        if item.step + 1 < self.part.schedule.first_mean() {
+            reducer::accumulate(dtype, false, weight, payload, sums)?;
+            return Ok((Some(slot), length, chunk_sum(sums)));
+        }
+        match &mut self.part.out {
+            Out::Kept { .. } => {
+                let out = self.part.out.of_mut(&chunk).map_err(|e| LaneError::peer(0, e))?;
+                reducer::complete(dtype, false, weight, weights, payload, sums, out)?;
+                self.part.stage.give_back(slot);
+                Ok((None, out.len(), chunk_sum(out)))
+            }
+            Out::Passed(sink) => {
+                self.mean.resize(chunk.length(), 0);
+                reducer::complete(dtype, false, weight, weights, payload, sums, &mut self.mean)?;
+                // Of the same slot: a mean takes no more room than its sums.
+                sums[..self.mean.len()].copy_from_slice(&self.mean);
+                sink.take(chunk.bytes.start, &self.mean)?;
+                Ok((Some(slot), self.mean.len(), chunk_sum(&self.mean)))
+            }
+        }
+    }
+
+    /// The mean of a chunk has come.
+    fn keep(
+        &mut self,
+        from: Side,
+        item: Item,
+        (slot, length): (Option<usize>, usize),
+        announced: u64,
+    ) -> Result<(), Fault> {
+        let chunk = self.task.chunks.get(item.chunk);
+        let bytes = match slot {
+            Some(slot) => self.part.stage.bytes_of(slot, length),
+            None => self.part.out.of(&chunk).map_err(|e| LaneError::peer(0, e))?.0,
+        };
+        if chunk_sum(bytes) != announced {
+            return Err(Fault::at(from, TransferError::Checksum { bytes: chunk.bytes.clone() }));
+        }
+        if let Out::Passed(sink) = &self.part.out {
+            sink.take(chunk.bytes.start, bytes)?;
+        }
+        // In a chain: who made it of our sum has read that.
+        if from == Side::Right && !self.part.stage.confirm(1) {
+            return Err(Fault::at(from, TransferError::TooMuch));
+        }
+        Ok(())
+    }
+
+    /// Tells the left neighbour of a ring how many items have been taken.
     fn confirm(&mut self) -> Result<(), Fault> {
         let left = self.neighbours[Side::Left as usize].as_mut();
         let Some(left) = left.filter(|_| self.part.schedule.confirms()) else {
@@ -546,8 +621,12 @@ impl Lane<'_, '_> {
         if self.unconfirmed == 0 {
             return Ok(());
         }
-        match left.channel.send_small(&[self.unconfirmed]) {
-            Ok(_) => self.unconfirmed = 0,
+        let count = *self.confirming.get_or_insert(self.unconfirmed);
+        match left.channel.send_small(&[count]) {
+            Ok(_) => {
+                self.unconfirmed -= count;
+                self.confirming = None;
+            }
             // A socket that is full of confirmations is an unread one: the deadline ends that.
             Err(error) if is_later(&error) && self.unconfirmed < u8::MAX => {}
             Err(error) => return Err(Fault::at(Side::Left, error)),
@@ -621,34 +700,82 @@ fn is_later(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
-/// Bytes of the source: where they are, or read into `scratch`.
-fn read<'a>(
-    source: &'a dyn Source,
-    bytes: &std::ops::Range<u64>,
-    scratch: &'a mut Vec<u8>,
-) -> Result<&'a [u8], SourceError> {
-    if let Some(lent) = source.lend(bytes.clone()) {
-        return Ok(lent);
+impl Task<'_> {
+    /// A chunk of our update: where it is, or read into `scratch`.
+    fn read<'a>(&'a self, chunk: usize, scratch: &'a mut Vec<u8>) -> Result<&'a [u8], Fault> {
+        let Chunk { bytes, dtype, .. } = self.chunks.get(chunk);
+        let lent = self.source.lend(bytes.clone());
+        let payload = match lent.filter(|_| self.nonfinite != Nonfinite::Zeroed) {
+            Some(lent) => lent,
+            None => {
+                scratch.resize((bytes.end - bytes.start) as usize, 0);
+                self.source.read(bytes.start, scratch)?;
+                if self.nonfinite == Nonfinite::Zeroed {
+                    reducer::clean(dtype, scratch)?;
+                }
+                scratch
+            }
+        };
+        if self.nonfinite == Nonfinite::Found {
+            let found = reducer::inspect(dtype, payload, Norm::Skip)?;
+            if let Some(index) = found.first_nonfinite {
+                return Err(Fault::Nonfinite { chunk, index });
+            }
+        }
+        Ok(payload)
     }
-    scratch.resize((bytes.end - bytes.start) as usize, 0);
-    source.read(bytes.start, scratch)?;
-    Ok(scratch)
 }
 
-/// A ring of one: the mean is what there is.
-pub(super) fn alone(task: &Task<'_>, out: &mut [u8], sums: &mut [u64]) -> Result<(), Fault> {
+impl Out<'_> {
+    /// Where a chunk stands, and its place in a file.
+    ///
+    /// # Errors
+    /// It is not kept here.
+    fn of(&self, chunk: &Chunk) -> Result<(&[u8], (BorrowedFd<'_>, u64)), SinkError> {
+        match self {
+            Out::Kept { bytes, start, file: (file, position) } => {
+                let at = (chunk.bytes.start - start) as usize;
+                Ok((&bytes[at..at + chunk.length()], (*file, position + at as u64)))
+            }
+            Out::Passed(_) => Err(SinkError::NoLanding),
+        }
+    }
+
+    /// Where a chunk goes.
+    ///
+    /// # Errors
+    /// It is not kept here.
+    fn of_mut(&mut self, chunk: &Chunk) -> Result<&mut [u8], SinkError> {
+        match self {
+            Out::Kept { bytes, start, .. } => {
+                let at = (chunk.bytes.start - *start) as usize;
+                Ok(&mut bytes[at..at + chunk.length()])
+            }
+            Out::Passed(_) => Err(SinkError::NoLanding),
+        }
+    }
+}
+
+/// One host alone: the mean is what there is.
+pub(super) fn alone(task: &Task<'_>, mut out: Out<'_>, sums: &mut [u64]) -> Result<(), Fault> {
     let weight = task.weights.get(task.rank).ok_or(ReducerError::NoWeight)?;
-    let mut scratch = Vec::new();
+    let (mut scratch, mut mean) = (Vec::new(), Vec::new());
     let mut most = (0..task.chunks.len()).map(|chunk| reducer::sums_bytes(&task.chunks.get(chunk)));
     let most = most.try_fold(0, |most, bytes| bytes.map(|bytes| bytes.max(most)))?;
     let mut region = Region::new(most as u64).map_err(|error| LaneError::peer(0, error))?;
     for (index, sum) in sums.iter_mut().enumerate() {
         let chunk = task.chunks.get(index);
-        let payload = read(task.source, &chunk.bytes, &mut scratch)?;
+        let payload = task.read(index, &mut scratch)?;
         let acc = &mut region.bytes_mut().0[..reducer::sums_bytes(&chunk)?];
-        let out = &mut out[chunk.bytes.start as usize..chunk.bytes.end as usize];
-        reducer::complete(chunk.dtype, true, weight, task.weights, payload, acc, out)?;
-        *sum = chunk_sum(out);
+        mean.resize(chunk.length(), 0);
+        reducer::complete(chunk.dtype, true, weight, task.weights, payload, acc, &mut mean)?;
+        match &mut out {
+            Out::Kept { bytes, .. } => {
+                bytes[chunk.bytes.start as usize..][..mean.len()].copy_from_slice(&mean);
+            }
+            Out::Passed(sink) => sink.take(chunk.bytes.start, &mean)?,
+        }
+        *sum = chunk_sum(&mean);
     }
     Ok(())
 }

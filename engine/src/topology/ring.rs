@@ -38,13 +38,22 @@ pub struct Item {
 /// What a rank moves to or from a neighbour, in order.
 pub type Items = Box<dyn Iterator<Item = Item> + Send>;
 
-/// Slots that a rank needs for sums.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Slots that a rank needs for what is on its way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Slots {
     /// For what it adds up first.
     pub own: usize,
-    /// For what comes.
-    pub coming: usize,
+    /// For sums that come.
+    pub sums: usize,
+    /// For means that come, where they do not stay.
+    pub means: usize,
+}
+
+impl Slots {
+    /// All of them.
+    pub fn all(self) -> usize {
+        self.own + self.sums + self.means
+    }
 }
 
 /// What is moved between neighbours, on one lane.
@@ -76,7 +85,7 @@ impl Schedule {
         self.shape == Shape::Ring || step < self.first_mean()
     }
 
-    /// Whether sums are confirmed against their stream; otherwise their means do.
+    /// Whether what comes is confirmed against its stream; in a chain the mean confirms the sum.
     pub fn confirms(&self) -> bool {
         self.shape == Shape::Ring
     }
@@ -129,17 +138,19 @@ impl Schedule {
         }
     }
 
-    /// Slots for the sums that `rank` holds until its right neighbour has them.
-    pub fn slots(&self, rank: usize) -> Slots {
+    /// Slots for what `rank` holds until its neighbour has it. Twice as many for what comes as needed, so that
+    /// a host may run ahead of a neighbour that is busy.
+    pub fn slots(&self, rank: usize, keeps_mean: bool) -> Slots {
         // One to fill and two on their way.
-        const OWN_SLOTS: usize = 3;
-        let all = OWN_SLOTS + self.steps();
-        match self.shape {
-            Shape::Ring => Slots { own: OWN_SLOTS, coming: all - OWN_SLOTS },
+        const FEW: usize = 3;
+        let steps = self.steps();
+        let slots = match self.shape {
+            Shape::Ring => Slots { own: FEW, sums: steps, means: steps },
             // A sum is held until its mean is back.
-            Shape::Chain if rank == 0 => Slots { own: all, coming: 0 },
-            Shape::Chain => Slots { own: 0, coming: all },
-        }
+            Shape::Chain if rank == 0 => Slots { own: FEW + steps, sums: 0, means: FEW },
+            Shape::Chain => Slots { own: 0, sums: FEW + steps, means: FEW },
+        };
+        if keeps_mean { Slots { means: 0, ..slots } } else { slots }
     }
 
     /// What `rank` sends in a ring.

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::hello::{Place, SessionId, Ticket};
 use crate::topology::Shape;
+use crate::verdict::OnNonfinite;
 
 /// A checksum as it travels: eight bytes, little-endian.
 pub type WireSum = [u8; 8];
@@ -89,6 +90,8 @@ pub enum ClientMessage {
         port: u16,
         /// What the left neighbour's data channels must prove to know, veiled.
         key: Ticket,
+        /// With TLS: its certificate (DER) for this session; empty without.
+        certificate: Vec<u8>,
     },
     /// In a ring: the whole mean is here, and this is its digest.
     Reduced {
@@ -199,6 +202,8 @@ pub struct RingTerms {
     pub header: Vec<u8>,
     /// In which way the hosts average.
     pub shape: Shape,
+    /// What each does with its own update if elements of it are NaN or infinite.
+    pub on_nonfinite: OnNonfinite,
 }
 
 /// One attempt at an all-reduce, as one rank has to know it.
@@ -220,6 +225,8 @@ pub struct Turn {
     pub right: String,
     /// What must be proven there, veiled.
     pub right_key: Ticket,
+    /// With TLS: the certificate that it must have; empty without.
+    pub right_certificate: Vec<u8>,
 }
 
 /// Consecutive chunks, by their numbers in the model.

@@ -1,44 +1,14 @@
 //! Hosts that die, at every phase: the others go on without them, exactly, or end with the same error.
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::{sleep, spawn};
 use std::time::Duration;
 
-use fedlane::client::Canceller;
-use fedlane::error::SourceError;
 use fedlane::manifest::{Dtype, Manifest};
 use fedlane::ring::RingConfig;
-use fedlane::source::Source;
-use fedlane::source::generator::Generator;
 use fedlane::topology::Shape;
 use fedlane::wire::hello::Secret;
 
-use crate::common::{check, config, coordinate, join, manifest, member, reduce, update};
-
-/// An update whose host dies when so many bytes of it have been read.
-struct Mortal {
-    update: Generator,
-    read: AtomicU64,
-    dies_at: u64,
-    canceller: Mutex<Option<Canceller>>,
-}
-
-impl Source for Mortal {
-    fn manifest(&self) -> &Manifest {
-        self.update.manifest()
-    }
-
-    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), SourceError> {
-        let read = self.read.fetch_add(out.len() as u64, Ordering::SeqCst) + out.len() as u64;
-        if read >= self.dies_at
-            && let Some(canceller) = self.canceller.lock().unwrap().take()
-        {
-            canceller.cancel("");
-        }
-        self.update.read(offset, out)
-    }
-}
+use crate::common::{Mortal, check, config, coordinate, join, manifest, member, reduce, update};
 
 fn model() -> Manifest {
     manifest(&[("w", Dtype::F32, &[1_000_000]), ("h", Dtype::BF16, &[100_001])])
@@ -66,8 +36,7 @@ fn four(
                     let reduced = reduce(&mut member, &update, (rank + 1) as f64);
                     return reduced.map(|reduced| reduced.mean).map_err(|e| e.to_string());
                 }
-                let canceller = Mutex::new(Some(canceller));
-                let source = Mortal { update, read: AtomicU64::new(0), dies_at, canceller };
+                let source = Mortal::new(update, dies_at, canceller);
                 let reduced = reduce(&mut member, &source, (rank + 1) as f64);
                 reduced.map(|reduced| reduced.mean).map_err(|e| e.to_string())
             })

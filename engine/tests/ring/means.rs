@@ -15,7 +15,8 @@ use fedlane::wire::hello::Secret;
 use proptest::prelude::*;
 
 use crate::common::{
-    Reduced, check, config, coordinate, join, manifest, member, reduce, run, update,
+    BOTH, Reduced, check, config, coordinate, join, manifest, member, models, reduce, run, update,
+    weights,
 };
 
 fn all_same(manifest: &Manifest, reduced: &[Reduced], weights: &[f64]) {
@@ -28,39 +29,6 @@ fn all_same(manifest: &Manifest, reduced: &[Reduced], weights: &[f64]) {
     check(manifest, &reduced[0].mean, &ranks);
 }
 
-const DTYPES: [Dtype; 13] = [
-    Dtype::F32,
-    Dtype::F16,
-    Dtype::BF16,
-    Dtype::F64,
-    Dtype::I8,
-    Dtype::I16,
-    Dtype::I32,
-    Dtype::I64,
-    Dtype::U8,
-    Dtype::U16,
-    Dtype::U32,
-    Dtype::U64,
-    Dtype::BOOL,
-];
-
-fn models() -> impl Strategy<Value = Manifest> {
-    let tensor = (prop::sample::select(&DTYPES[..]), prop_oneof![0_u64..5, 0_u64..40_000]);
-    prop::collection::vec(tensor, 0..6).prop_map(|tensors| {
-        let tensors = tensors
-            .into_iter()
-            .enumerate()
-            .map(|(index, (dtype, elements))| (format!("t{index}"), dtype, vec![elements]));
-        Manifest::from_tensors(tensors, &Default::default()).unwrap()
-    })
-}
-
-fn weights() -> impl Strategy<Value = Vec<f64>> {
-    let weight = prop_oneof![Just(0.0), 1.0..10.0, (1_u32..1_000_000).prop_map(f64::from)];
-    prop::collection::vec(weight, 2..=8)
-        .prop_filter("somebody counts", |weights| weights.iter().any(|w| *w > 0.0))
-}
-
 proptest! {
     #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
@@ -70,7 +38,7 @@ proptest! {
         weights in weights(),
         streams in 1_usize..4,
         chunk_bytes in prop::sample::select(&[4 << 10, 64 << 10, 512 << 10][..]),
-        shape in prop_oneof![Just(Shape::Ring), Just(Shape::Chain)],
+        shape in prop::sample::select(&BOTH[..]),
     ) {
         let config = RingConfig { shape, streams: Some(streams), chunk_bytes, ..config(weights.len()) };
         all_same(&model, &run(config, &model, &weights), &weights);
@@ -81,7 +49,7 @@ proptest! {
 fn sixty_four_hosts() {
     let model = manifest(&[("w", Dtype::F32, &[300_001]), ("b", Dtype::BF16, &[7])]);
     let weights: Vec<f64> = (1..=64).map(f64::from).collect();
-    for shape in [Shape::Ring, Shape::Chain] {
+    for shape in BOTH {
         all_same(&model, &run(RingConfig { shape, ..config(64) }, &model, &weights), &weights);
     }
 }
@@ -108,8 +76,7 @@ impl Source for Slow {
 #[test]
 fn no_host_waits_for_itself() {
     let model = manifest(&[("w", Dtype::F32, &[500_000])]);
-    let both = [Shape::Ring, Shape::Chain];
-    for (ranks, shape) in [2, 3, 4, 7].into_iter().flat_map(|n| both.map(|shape| (n, shape))) {
+    for (ranks, shape) in [2, 3, 4, 7].into_iter().flat_map(|n| BOTH.map(|shape| (n, shape))) {
         let config = RingConfig { shape, streams: Some(1), chunk_bytes: 4 << 10, ..config(ranks) };
         let (address, coordinator) = coordinate(config);
         let hosts: Vec<_> = (0..ranks)
