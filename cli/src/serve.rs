@@ -173,8 +173,12 @@ impl Serve {
             let names: Vec<&str> =
                 report.ranks.iter().map(|(name, _)| name.as_str()).filter(counts).collect();
             for (name, what) in &nonfinite {
-                let done = if counts(name) { "counts as zero" } else { "its update is left out" };
-                anstream::eprintln!("round {}: {name}: {what}: {done}", report.round);
+                let done = if counts(name) { "that counts as zero" } else { "it is left out" };
+                output.event(
+                    "nonfinite",
+                    json!({ "round": report.round, "client": name, "why": what }),
+                    &format!("round {}: update of {name}: {what}: {done}", report.round),
+                );
             }
             let attempts = match report.attempts {
                 1 => String::new(),

@@ -96,13 +96,29 @@ proptest! {
 
     #[test]
     fn chunks_are_whole_groups(bytes in 0_u64..1 << 40, ranks in 2_usize..=64, streams in 1_usize..8) {
-        let chunk = chunk_bytes(bytes, ranks, streams, 512 << 10);
+        let chunk = chunk_bytes(bytes, ranks, streams, 512 << 10, 1);
         prop_assert!(chunk.is_multiple_of(64) && (4096..=(512 << 10) + 64).contains(&chunk), "{}", chunk);
         let chunks = bytes.div_ceil(chunk);
         let parts = (ranks * streams) as u64;
         // Groups lack no more than rounding to cache lines takes.
         let lack = chunks.next_multiple_of(parts) * chunk - bytes;
         prop_assert!(chunk == 4096 || lack <= 70 * (chunks + parts), "{}", lack);
+    }
+}
+
+#[test]
+fn a_host_of_any_ring_needs_little_memory_beside_its_models() {
+    for shape in [Shape::Ring, Shape::Chain] {
+        for (ranks, streams) in [(2, 1), (3, 2), (16, 8), (64, 2), (64, 8), (64, 64)] {
+            for widening in [1, 2, 8] {
+                let chunk = chunk_bytes(50 << 30, ranks, streams, 512 << 10, widening);
+                let slots = Schedule::new(shape, ranks, 0..1).slots(1, false).all() as u64;
+                let held = slots * streams as u64 * chunk * widening;
+                // Of 64 ranks with 64 lanes each chunk has the least bytes.
+                let most = if ranks * streams < 4096 { 130 << 20 } else { 600 << 20 };
+                assert!(held <= most, "{ranks} ranks, {streams} lanes: {held}");
+            }
+        }
     }
 }
 

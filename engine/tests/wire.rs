@@ -61,7 +61,7 @@ fn the_document_shows_the_golden_bytes() {
 #[test]
 fn the_document_names_the_numbers_in_force() {
     let text = std::fs::read_to_string(from_root("docs/WIRE.md")).unwrap();
-    let numbers: [(&str, u64); 23] = [
+    let numbers: [(&str, u64); 24] = [
         ("MAX_FRAME_BYTES", limits::MAX_FRAME_BYTES),
         ("MAX_SHORT_FRAME_BYTES", limits::MAX_SHORT_FRAME_BYTES),
         ("MAX_UNHEARD_BYTES", limits::MAX_UNHEARD_BYTES),
@@ -79,6 +79,7 @@ fn the_document_names_the_numbers_in_force() {
         ("SUMS_PER_MESSAGE", limits::SUMS_PER_MESSAGE as u64),
         ("MAX_CLIENTS", limits::MAX_CLIENTS as u64),
         ("MAX_RANKS", limits::MAX_RANKS as u64),
+        ("MAX_CERTIFICATE_BYTES", limits::MAX_CERTIFICATE_BYTES as u64),
         ("MAX_STREAMS", limits::MAX_STREAMS as u64),
         ("MAX_SERVED", limits::MAX_SERVED as u64),
         ("MAX_ROUNDS", limits::MAX_ROUNDS.into()),

@@ -166,6 +166,11 @@ class Ring:
         advertise: str | None = None,
         topology: Literal["ring", "chain"] | None = None,
         on_nonfinite: Literal["reject", "zero", "keep"] | None = None,
+        tls_ca: _Path | None = None,
+        tls_name: str | None = None,
+        tls_cert: _Path | None = None,
+        tls_key: _Path | None = None,
+        tls_client_ca: _Path | None = None,
     ) -> Self: ...
     @property
     def address(self) -> str: ...

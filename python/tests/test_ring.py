@@ -4,9 +4,11 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import trustme
 
 import fedlane
 
@@ -104,6 +106,29 @@ def test_a_model_that_is_not_finite_is_left_out_or_not(topology):
     assert means(on_nonfinite="keep") == [np.inf] * 3
     errors = ring_of(values, weights, topology=topology)
     assert all("host-1" in str(error) for error in errors), errors
+
+
+def test_hosts_speak_tls(tmp_path):
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    leaf = authority.issue_cert("127.0.0.1")
+    leaf.cert_chain_pems[0].write_to_path(tmp_path / "ring.pem")
+    leaf.private_key_pem.write_to_path(tmp_path / "ring.key")
+    own = {"tls_cert": tmp_path / "ring.pem", "tls_key": tmp_path / "ring.key"}
+    trust = {"tls_ca": tmp_path / "ca.pem"}
+    model = region(1.0)
+    with pytest.raises(ValueError, match="tls_ca"):
+        fedlane.Ring("127.0.0.1:0", name="a", model=model, ranks=2, **own)
+    with fedlane.Ring("127.0.0.1:0", name="a", model=model, ranks=2, **own, **trust) as first:
+        with pytest.raises(fedlane.PeerError, match="TLS"):
+            fedlane.Ring(first.address, name="b", model=model)
+        with (
+            ThreadPoolExecutor() as pool,
+            fedlane.Ring(first.address, name="b", model=model, **trust) as second,
+        ):
+            other = pool.submit(second.all_reduce, region(3.0))
+            mean = first.all_reduce(model)
+            assert mean.numpy("b")[0] == other.result(SECONDS).numpy("b")[0] == 2.0
 
 
 def test_wrong_use():

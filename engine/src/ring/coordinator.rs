@@ -527,8 +527,9 @@ impl Coordinator {
         let model_bytes = manifest.data_bytes();
         // Sums may take more room than what is summed.
         let sums = AccumulatorLayout::of(manifest)?.bytes().div_ceil(model_bytes.max(1)).max(1);
-        let most = self.config.chunk_bytes / sums;
-        let chunk_bytes = topology::ring::chunk_bytes(model_bytes, hosts.len(), streams, most);
+        let most = self.config.chunk_bytes;
+        let chunk_bytes =
+            topology::ring::chunk_bytes(model_bytes, hosts.len(), streams, most, sums);
         let chunks = manifest.chunks(chunk_bytes)?.len();
         // Lanes without a group of chunks would have no work.
         Ok((streams.min(chunks.div_ceil(hosts.len())).max(1), chunk_bytes))

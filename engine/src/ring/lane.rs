@@ -193,9 +193,11 @@ impl Neighbour {
         to_come: Items,
         to_go: Items,
     ) -> Result<Neighbour, TransferError> {
+        let (mut to_come, mut to_go) = (to_come.peekable(), to_go.peekable());
+        // What is not used need not hold a pipe.
+        let send_path = if to_go.peek().is_some() { send_path } else { SendKind::copying() };
         let (receiver, sender) =
             (channel.receive_path(receive_path)?, channel.send_path(send_path)?);
-        let (mut to_come, mut to_go) = (to_come.peekable(), to_go.peekable());
         let confirms = to_come.peek().is_none() && to_go.peek().is_some();
         let now = Instant::now();
         Ok(Neighbour {
@@ -404,7 +406,13 @@ impl Lane<'_, '_> {
                 neighbour.last_went = Instant::now();
                 if let Some(done) = neighbour.outgoing.take_if(|out| out.sent == out.length) {
                     match to {
-                        Side::Right => self.part.stage.sent(done.slot),
+                        Side::Right => {
+                            if !self.part.stage.is_owed() {
+                                // Only now is there something for it to answer.
+                                neighbour.last_came = Instant::now();
+                            }
+                            self.part.stage.sent(done.slot);
+                        }
                         Side::Left => {
                             done.slot.into_iter().for_each(|slot| self.part.stage.give_back(slot));
                         }
@@ -492,12 +500,13 @@ impl Lane<'_, '_> {
             let came = neighbour.channel.receive(&mut incoming.head[incoming.head_came..]);
             came.inspect(|came| incoming.head_came += came)
         } else {
-            let room = match incoming.slot {
-                Some(slot) => self.part.stage.bytes_of_mut(slot, incoming.length),
-                None => self.part.out.of_mut(&self.task.chunks.get(incoming.item.chunk))?,
+            let (room, (file, position)) = match incoming.slot {
+                Some(slot) => self.part.stage.landing(slot, incoming.length),
+                None => self.part.out.landing(&self.task.chunks.get(incoming.item.chunk))?,
             };
             let room = &mut room[incoming.came..];
-            let landing = Landing { length: room.len(), bytes: Some(room), file: None };
+            let file = Some((file, position + incoming.came as u64));
+            let landing = Landing { length: room.len(), bytes: Some(room), file };
             let came = neighbour.receiver.receive(neighbour.channel.as_fd(), landing);
             came.inspect(|came| incoming.came += came)
         };
@@ -569,7 +578,7 @@ impl Lane<'_, '_> {
         }
         match &mut self.part.out {
             Out::Kept { .. } => {
-                let out = self.part.out.of_mut(&chunk).map_err(|e| LaneError::peer(0, e))?;
+                let (out, _) = self.part.out.landing(&chunk)?;
                 reducer::complete(dtype, false, weight, weights, payload, sums, out)?;
                 self.part.stage.give_back(slot);
                 Ok((None, out.len(), chunk_sum(out)))
@@ -596,7 +605,7 @@ impl Lane<'_, '_> {
         let chunk = self.task.chunks.get(item.chunk);
         let bytes = match slot {
             Some(slot) => self.part.stage.bytes_of(slot, length),
-            None => self.part.out.of(&chunk).map_err(|e| LaneError::peer(0, e))?.0,
+            None => self.part.out.of(&chunk)?.0,
         };
         if chunk_sum(bytes) != announced {
             return Err(Fault::at(from, TransferError::Checksum { bytes: chunk.bytes.clone() }));
@@ -605,8 +614,14 @@ impl Lane<'_, '_> {
             sink.take(chunk.bytes.start, bytes)?;
         }
         // In a chain: who made it of our sum has read that.
-        if from == Side::Right && !self.part.stage.confirm(1) {
-            return Err(Fault::at(from, TransferError::TooMuch));
+        if from == Side::Right {
+            if !self.part.stage.confirm(1) {
+                return Err(Fault::at(from, TransferError::TooMuch));
+            }
+            if let Some(left) = &mut self.neighbours[Side::Left as usize] {
+                // It may have waited for this.
+                left.last_came = Instant::now();
+            }
         }
         Ok(())
     }
@@ -680,12 +695,18 @@ impl Lane<'_, '_> {
 
     fn check_deadline(&self, steps: [Steps; 2], needs_room: bool) -> Result<(), Fault> {
         let (deadline, now) = (self.task.deadline, Instant::now());
+        let right = self.neighbours[Side::Right as usize].as_ref();
+        let is_owed =
+            self.part.stage.is_owed() || right.is_some_and(|right| right.outgoing.is_some());
         let stalled = SIDES.map(|side| {
             let neighbour = self.neighbours[side as usize].as_ref()?;
             let Steps { sending, receiving } = steps[side as usize];
             let (came, went) = (now - neighbour.last_came, now - neighbour.last_went);
             let waits_out = sending == Step::Blocked || needs_room && neighbour.confirms;
-            let starved = (receiving == Step::Blocked && came > deadline).then_some(came);
+            // In a chain means come if there are sums at the right, and sums if there is room for them.
+            let may_come = self.part.schedule.confirms() || is_owed == (side == Side::Right);
+            let starved = receiving == Step::Blocked && may_come && came > deadline;
+            let starved = starved.then_some(came);
             let blocked = (waits_out && went > deadline).then_some(went);
             starved.or(blocked)
         });
@@ -741,15 +762,16 @@ impl Out<'_> {
         }
     }
 
-    /// Where a chunk goes.
+    /// Where a chunk goes, in memory and in a file.
     ///
     /// # Errors
     /// It is not kept here.
-    fn of_mut(&mut self, chunk: &Chunk) -> Result<&mut [u8], SinkError> {
+    fn landing(&mut self, chunk: &Chunk) -> Result<(&mut [u8], (BorrowedFd<'_>, u64)), SinkError> {
         match self {
-            Out::Kept { bytes, start, .. } => {
+            Out::Kept { bytes, start, file: (file, position) } => {
                 let at = (chunk.bytes.start - *start) as usize;
-                Ok(&mut bytes[at..at + chunk.length()])
+                let room = &mut bytes[at..at + chunk.length()];
+                Ok((room, (*file, *position + at as u64)))
             }
             Out::Passed(_) => Err(SinkError::NoLanding),
         }

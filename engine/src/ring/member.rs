@@ -467,8 +467,8 @@ impl Member {
         };
         let mut sums = vec![0; chunks.len()];
         let ended = if turn.ranks.len() == 1 {
-            let out = outs(out, &[0..chunks.len()], &chunks).remove(0);
-            lane::alone(&task, out, &mut sums).map_err(End::Fault)
+            let all = outs(out, &chunks.lanes(1), &chunks).pop();
+            all.map_or(Ok(()), |out| lane::alone(&task, out, &mut sums)).map_err(End::Fault)
         } else {
             let met = self.meet(turn, streams, held);
             met.and_then(|channels| self.run_lanes(turn, &task, channels, out, &mut sums))

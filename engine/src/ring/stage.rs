@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 
 use crate::error::RegionError;
 use crate::limits;
@@ -88,6 +89,11 @@ impl Stage {
         self.sent.push_back(slot);
     }
 
+    /// Whether something has gone to the right and is not confirmed.
+    pub fn is_owed(&self) -> bool {
+        !self.sent.is_empty()
+    }
+
     /// Frees all slots, for another all-reduce: nobody waits for their bytes any more.
     pub fn reset(&mut self) {
         let Slots { own, sums, .. } = self.slots;
@@ -125,8 +131,16 @@ impl Stage {
         &mut self.region.bytes_mut().0[start..start + length]
     }
 
+    /// Where the first bytes of a slot come to stand, in memory and in a file.
+    pub fn landing(&mut self, slot: usize, length: usize) -> (&mut [u8], (BorrowedFd<'_>, u64)) {
+        let start = slot * self.slot_bytes;
+        let position = self.region.position() + start as u64;
+        let (bytes, file) = self.region.bytes_mut();
+        (&mut bytes[start..start + length], (file, position))
+    }
+
     /// The memory file behind the first byte of a slot.
-    pub fn file_of(&self, slot: usize) -> (std::os::fd::BorrowedFd<'_>, u64) {
+    pub fn file_of(&self, slot: usize) -> (BorrowedFd<'_>, u64) {
         (self.region.file(), self.region.position() + (slot * self.slot_bytes) as u64)
     }
 }

@@ -186,14 +186,23 @@ pub fn streams(hosts: &[Host], cores: usize) -> usize {
     (cores / most_on_one_machine(hosts).max(1)).clamp(2, limits::MAX_STREAMS)
 }
 
-/// Bytes of a chunk: at most `most`, less in a large ring, where each rank holds a few chunks for each
-/// other one, and for small models, so that every rank has work. Groups come out whole, so that all ranks
-/// send alike.
-pub fn chunk_bytes(model_bytes: u64, ranks: usize, streams: usize, most: u64) -> u64 {
+/// Bytes of a chunk, so that its sums have at most `most`: less in a large ring, where each rank holds a few
+/// chunks for each other one, and with many lanes, and for small models, so that every rank has work. Groups
+/// come out whole, so that all ranks send alike. `widening` is how many times as large sums may be as what
+/// is summed.
+pub fn chunk_bytes(
+    model_bytes: u64,
+    ranks: usize,
+    streams: usize,
+    most: u64,
+    widening: u64,
+) -> u64 {
     let parts = (ranks.max(1) * streams.max(1)) as u64;
     let least = limits::MIN_CHUNK_BYTES;
-    let room = limits::RING_STAGE_BYTES / (2 * ranks.max(1) as u64);
-    let most = most.min(room).max(least);
+    // Four lanes may hold what they like.
+    let lane = limits::RING_STAGE_BYTES * 4 / (streams as u64).max(4);
+    let room = lane / (2 * ranks.max(1) as u64);
+    let most = (most.min(room) / widening.max(1)).max(least);
     let groups = model_bytes.div_ceil(parts * most).max(1);
     // Whole cache lines, so that no dtype is cut.
     model_bytes

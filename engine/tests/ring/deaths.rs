@@ -1,10 +1,14 @@
 //! Hosts that die, at every phase: the others go on without them, exactly, or end with the same error.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::{sleep, spawn};
 use std::time::Duration;
 
+use fedlane::error::SourceError;
 use fedlane::manifest::{Dtype, Manifest};
 use fedlane::ring::RingConfig;
+use fedlane::source::Source;
+use fedlane::source::generator::Generator;
 use fedlane::topology::Shape;
 use fedlane::wire::hello::Secret;
 
@@ -77,6 +81,68 @@ fn all_hear_the_same_when_too_few_are_left() {
             assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
             assert!(errors[0].contains(&format!("host-{mortal}")), "{errors:?}");
         }
+    }
+}
+
+/// An update that cannot be read further for a while, as on a disk that hangs.
+struct Stuck {
+    update: Generator,
+    left: AtomicU64,
+}
+
+impl Source for Stuck {
+    fn manifest(&self) -> &Manifest {
+        self.update.manifest()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), SourceError> {
+        if self.left.fetch_sub(1, Ordering::SeqCst) == 0 {
+            sleep(Duration::from_secs(4));
+        }
+        self.update.read(offset, out)
+    }
+}
+
+#[test]
+fn the_others_go_on_without_a_host_that_stands_still() {
+    let model = model();
+    for (shape, stuck) in MORTALS {
+        let config = RingConfig {
+            shape,
+            min_ranks: Some(3),
+            chunk_bytes: 16 << 10,
+            streams: Some(1),
+            deadline: Duration::from_secs(1),
+            ..config(4)
+        };
+        let (address, coordinator) = coordinate(config);
+        let hosts: Vec<_> = (0..4)
+            .map(|rank| {
+                let model = model.clone();
+                spawn(move || {
+                    let name = format!("host-{rank}");
+                    let (mut member, _canceller) =
+                        join(address, member(&name, Secret::OPEN), &model);
+                    let update = update(&model, rank);
+                    let source: Box<dyn Source> = if rank == stuck {
+                        Box::new(Stuck { update, left: AtomicU64::new(100) })
+                    } else {
+                        Box::new(update)
+                    };
+                    let reduced = reduce(&mut member, source.as_ref(), (rank + 1) as f64);
+                    reduced.map(|reduced| reduced.mean).map_err(|error| error.to_string())
+                })
+            })
+            .collect();
+        let mut ended: Vec<_> = hosts.into_iter().map(|host| host.join().unwrap()).collect();
+        let lost = ended.remove(stuck).unwrap_err();
+        assert!(lost.contains(&format!("host-{stuck}")), "{lost}");
+        let means: Vec<Vec<u8>> = ended.into_iter().map(Result::unwrap).collect();
+        assert!(means.iter().all(|mean| *mean == means[0]));
+        let left = (0..4).filter(|rank| *rank != stuck);
+        let left: Vec<_> = left.map(|rank| (rank, (rank + 1) as f64)).collect();
+        check(&model, &means[0], &left);
+        coordinator.join().unwrap().unwrap();
     }
 }
 
