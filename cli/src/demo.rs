@@ -204,10 +204,12 @@ fn print_tables(reports: &[Report]) {
     }
     anstream::println!("{phases}\n(user, kernel: CPU seconds per GB)\n\n{memory}\n");
     if let Some(verified) = reports.iter().find_map(|report| report.event("verified")) {
-        let all = if verified["sampled"] == true { "a sample of every tensor," } else { "all" };
+        let elements = match verified["sampled"] == true {
+            true => format!("{} elements, some of every tensor,", verified["elements"]),
+            false => format!("all {} elements", verified["elements"]),
+        };
         anstream::println!(
-            "verified: {all} {} elements, are the weighted mean\n(largest error {:.2} of what rounding allows), and all clients got it",
-            verified["elements"],
+            "verified: {elements} are the weighted mean\n(largest error {:.2} of what rounding allows), and all clients got it",
             verified["largest_error_of_tolerance"].as_f64().unwrap_or(f64::NAN)
         );
     }

@@ -17,7 +17,9 @@ SECONDS = 60
 
 def region(value, elements=100_003):
     rising = np.arange(elements, dtype=np.float32) % 1021
-    return fedlane.Region.from_arrays({"w": rising * value, "b": np.array([value], np.float64)})
+    with np.errstate(invalid="ignore"):  # Nothing times infinity.
+        scaled = rising * value
+    return fedlane.Region.from_arrays({"w": scaled, "b": np.array([value], np.float64)})
 
 
 def ring_of(values, weights, steps=1, min_ranks=None, leaves=(), **options):

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::doors::{Certificates, strs};
@@ -92,6 +93,35 @@ fn the_same_file_whether_the_mean_has_room_in_memory_or_not() {
     for topology in TOPOLOGIES {
         average(&[topology, "--rounds=2"], &[], &["--memory=128MiB"], [&held, &passed]);
         assert!(fs::read(&held).unwrap() == fs::read(&passed).unwrap());
+    }
+}
+
+#[test]
+fn the_others_go_on_without_a_client_that_is_killed_or_stopped() {
+    for topology in TOPOLOGIES {
+        for (signal, name) in [(Signal::KILL, "a"), (Signal::STOP, "b"), (Signal::KILL, "c")] {
+            let args = [topology, "--rounds=20", "--min-clients=2", "--deadline-ms=3000"];
+            let mut server = start(serve(3), args);
+            let address = server.address();
+            let mut clients: Vec<_> = ["a", "b", "c"]
+                .map(|name| {
+                    let mut join = fedlane("join");
+                    join.args([&address, "--json", "--name", name, "--generate=30MB"]);
+                    (name, start(join, ["--memory=128MiB"]))
+                })
+                .into();
+            server.await_event("averaged");
+            let lost = clients.remove(clients.iter().position(|client| client.0 == name).unwrap());
+            let id = Pid::from_raw(lost.1.id() as i32).unwrap();
+            kill_process(id, signal).unwrap();
+            clients.into_iter().for_each(|(_, client)| drop(client.finish().done()));
+            let ended = server.finish().done();
+            let rounds: Vec<_> =
+                ended.events().into_iter().filter(|e| e["event"] == "averaged").collect();
+            assert_eq!(rounds.len(), 20, "{}", ended.said());
+            let last = rounds[19]["clients"].as_array().unwrap();
+            assert!(last.len() == 2 && !last.contains(&name.into()), "{}", ended.said());
+        }
     }
 }
 
