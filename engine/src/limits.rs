@@ -140,7 +140,8 @@ pub const MAX_RANKS: usize = 64;
 /// it; 256 KiB and 1 MiB cost more CPU.
 pub const RING_CHUNK_BYTES: u64 = 512 << 10;
 
-/// Bytes of sums that a host of a ring holds on each lane, about: they stay in a cache.
+/// Bytes of sums that a host of a ring holds on each lane, about: they stay in a cache. Twice as much where
+/// means do not stay; less with more than four lanes.
 pub const RING_STAGE_BYTES: u64 = 16 << 20;
 
 /// Most rounds of one session.
