@@ -1,4 +1,9 @@
-"""Ring all-reduce of fedlane against Gloo and Open MPI's segmented ring, interleaved, results verified.
+"""All-reduce of fedlane, in a ring and a chain, against Gloo and Open MPI's segmented ring, interleaved,
+results verified.
+
+Two more rows say how much more could be had: what the same bytes take over plain sockets that keep
+all cores busy (`fedlane bench raw`: nothing is added up there, or kept), and how fast a model is averaged that no
+member holds, generated as it is sent (--larger, with 2 GiB of memory for each member).
 
 Every contender averages or sums MIB of f32 on each of N processes of this machine, over loopback TCP, in
 a network namespace of its own (as root), where all sockets have the same congestion control. What is
@@ -10,6 +15,7 @@ Needs a release build of the command line: cargo build --release -p fedlane-cli.
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -23,6 +29,7 @@ import time
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 #: Elements of the pattern that is summed: small whole numbers, so that f32 sums are exact.
 PERIOD = 1021
+TOPOLOGIES = ["ring", "chain"]
 
 
 def arguments():
@@ -30,6 +37,7 @@ def arguments():
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--mib", type=int, default=1024, help="MiB of f32 on each rank")
     parser.add_argument("--runs", type=int, default=5, help="interleaved runs of every contender")
+    parser.add_argument("--larger", default="15GB", help="size of a model larger than memory; 0 for none")
     parser.add_argument("--rounds", type=int, default=2, help="measured all-reduces in each run")
     parser.add_argument("--congestion", default="reno", help="congestion control of all sockets; a kernel may allow no other one than reno here")
     parser.add_argument("--fedlane", default=str(REPOSITORY / "target/release/fedlane"))
@@ -132,13 +140,22 @@ def run_mpi(args):
     return summed(output.splitlines(), args.rounds)
 
 
-def run_fedlane(args):
-    command = [args.fedlane, "demo", "--topology", "ring", "--json", "--clients", str(args.ranks),
-               "--rounds", str(args.rounds + 1), "--generate", f"{args.mib}MiB",
-               "--congestion", args.congestion, *args.options.split()]  # fmt: skip
+def events_of(command):
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    events = [json.loads(line) for line in output.splitlines()]
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def demo(args, topology, rounds, *options):
+    command = [args.fedlane, "demo", "--topology", topology, "--json", "--clients", str(args.ranks),
+               "--rounds", str(rounds), "--congestion", args.congestion, *options,
+               *args.options.split()]  # fmt: skip
+    events = events_of(command)
     assert any(event.get("verified") for event in events), "nothing was verified"
+    return events
+
+
+def run_fedlane(args, topology):
+    events = demo(args, topology, args.rounds + 1, "--generate", f"{args.mib}MiB")
     measured = []
     for number in range(2, args.rounds + 2):
         same = [event for event in events if event.get("round") == number]
@@ -149,13 +166,48 @@ def run_fedlane(args):
     return measured
 
 
+def hops_gbit_s(args):
+    """Speed of plain sockets between as many processes as keep all cores busy."""
+    command = [args.fedlane, "bench", "raw", "--json", "--runs", "3", "--clients", "2",
+               "--bytes", f"{args.mib}MiB", "--congestion", args.congestion]  # fmt: skip
+    return next(event["goodput_gbit_s"] for event in events_of(command) if event["event"] == "median")
+
+
+def print_row(args, **row):
+    print(json.dumps(row) if args.json else "  ".join(f"{k} {v}" for k, v in row.items()))
+
+
+def print_hops(args, topology, seconds):
+    """How near an all-reduce comes to its hops alone: 2 (N - 1) models, in a ring as in a chain."""
+    gbit_s = hops_gbit_s(args)
+    hops = 2 * (args.ranks - 1) * (args.mib << 20) * 8 / gbit_s / 1e9
+    print_row(args, name=f"fedlane {topology}", raw_gbit_s=round(gbit_s, 1),
+              hops_seconds=round(hops, 3), of_raw_speed=round(hops / seconds, 2))  # fmt: skip
+
+
+def print_larger(args, topology, seconds):
+    """A model that no member holds: its rate, and most memory of any process."""
+    events = demo(args, topology, 1, "--generate", args.larger, "--memory", "2GiB")
+    phases = [event for event in events if event.get("phase") == "all-reduce"]
+    model_bytes = next(event["bytes"] for event in events if event["event"] == "demo")
+    larger = max(event["seconds"] for event in phases)
+    rate = model_bytes / larger / ((args.mib << 20) / seconds)
+    rss = max(event.get("peak_rss_bytes") or 0 for event in events)
+    print_row(args, name=f"fedlane {topology}", bytes=model_bytes, seconds=round(larger, 2),
+              gb_s=round(model_bytes / larger / 1e9, 2), of_rate_in_memory=round(rate, 2),
+              peak_rss_mb=rss // 10**6, verified=True)  # fmt: skip
+
+
 def has(python, module):
     command = [python, "-c", f"import {module}"]
     return bool(shutil.which(python)) and subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def contenders(args):
-    found = {"fedlane": run_fedlane}
+    found = {
+        f"fedlane {topology}": functools.partial(run_fedlane, topology=topology)
+        for topology in TOPOLOGIES
+    }
     if has(args.gloo_python, "torch.distributed, numpy"):
         found["gloo"] = run_gloo
     else:
@@ -194,16 +246,20 @@ def main():
     for name, measured in samples.items():
         seconds, cpu = (statistics.median(column) for column in zip(*measured))
         medians[name] = (seconds, cpu)
-        row = dict(name=name, ranks=args.ranks, bytes=args.mib << 20, seconds=round(seconds, 3),
-                   least=round(min(measured)[0], 3), most=round(max(measured)[0], 3),
-                   cpu_s=round(cpu, 2), samples=len(measured), congestion=args.congestion,
-                   verified=True)  # fmt: skip
-        print(json.dumps(row) if args.json else "  ".join(f"{k} {v}" for k, v in row.items()))
-    ours = medians.pop("fedlane")
-    for name, theirs in medians.items():
-        row = dict(against=name, times_as_fast=round(theirs[0] / ours[0], 2),
-                   cpu_ratio=round(ours[1] / theirs[1], 2))  # fmt: skip
-        print(json.dumps(row) if args.json else "  ".join(f"{k} {v}" for k, v in row.items()))
+        print_row(args, name=name, ranks=args.ranks, bytes=args.mib << 20,
+                  seconds=round(seconds, 3), least=round(min(measured)[0], 3),
+                  most=round(max(measured)[0], 3), cpu_s=round(cpu, 2), samples=len(measured),
+                  congestion=args.congestion, verified=True)  # fmt: skip
+    for topology in TOPOLOGIES:
+        ours = medians.pop(f"fedlane {topology}")
+        for name, theirs in medians.items():
+            if not name.startswith("fedlane"):
+                print_row(args, name=f"fedlane {topology}", against=name,
+                          times_as_fast=round(theirs[0] / ours[0], 2),
+                          cpu_ratio=round(ours[1] / theirs[1], 2))  # fmt: skip
+        print_hops(args, topology, ours[0])
+        if args.larger != "0":
+            print_larger(args, topology, ours[0])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use anyhow::bail;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use fedlane::aggregator::{AggregatorConfig, Averaging, OnLoss, default_streams};
@@ -12,6 +13,7 @@ use fedlane::manifest::{Dtype, PRESETS};
 use fedlane::named::Named;
 use fedlane::paths::{ReceiveKind, SendKind};
 use fedlane::receiver::Lands;
+use fedlane::topology::Shape;
 use fedlane::verdict::{OnNonfinite, UpdatePolicy};
 
 /// Sizes: a number of bytes, or with a unit: KiB MiB GiB TiB, KB MB GB TB.
@@ -225,6 +227,29 @@ pub enum Topology {
     Ring,
     /// Edges (`fedlane edge`) average the models of their clients and send one sum up
     Tree,
+    /// The clients stand in a line: each adds its model and sends the sums on, and the mean comes back
+    Chain,
+}
+
+impl Topology {
+    /// As in `--topology`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Topology::Star => "star",
+            Topology::Ring => "ring",
+            Topology::Tree => "tree",
+            Topology::Chain => "chain",
+        }
+    }
+
+    /// The shape in which clients average among themselves, if they do.
+    pub fn shape(self) -> Option<Shape> {
+        match self {
+            Topology::Star | Topology::Tree => None,
+            Topology::Ring => Some(Shape::Ring),
+            Topology::Chain => Some(Shape::Chain),
+        }
+    }
 }
 
 /// `--averaging`.
@@ -241,6 +266,23 @@ pub enum AveragingArg {
 }
 
 impl Averager {
+    /// Refuses what says nothing where clients average among themselves.
+    pub fn check_without_aggregator(&self, topology: Topology) -> anyhow::Result<()> {
+        let is_said = [
+            ("--clip-norm", self.clip_norm.is_some()),
+            ("--max-model", self.max_model.is_some()),
+            ("--on-loss", self.on_loss != OnLoss::Auto),
+            ("--averaging", self.averaging != AveragingArg::Streaming),
+        ];
+        match is_said.iter().find(|(_, is_said)| *is_said) {
+            None => Ok(()),
+            Some((flag, _)) => bail!(
+                "{flag} is for --topology star, where one aggregator sees every update; leave it out in a {}",
+                topology.name()
+            ),
+        }
+    }
+
     /// The engine's configuration.
     pub fn config(&self, clients: usize, rounds: u32, paths: &Paths) -> AggregatorConfig {
         AggregatorConfig {

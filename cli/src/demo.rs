@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::ops::Range;
 use std::path::PathBuf;
 
+use anyhow::bail;
 use clap::Args;
 use fedlane::manifest::Dtype;
 use fedlane::sys::process::available_memory;
@@ -12,6 +13,7 @@ use serde_json::{Value, json};
 use crate::args::{Averager, Paths, Topology, parse_bytes, parse_dtype, parse_preset};
 use crate::check::{Expected, Sender};
 use crate::group::{Group, Report};
+use crate::join::memory_holds;
 use crate::output::{Output, bytes_text, table};
 use crate::update::Update;
 
@@ -53,6 +55,10 @@ pub struct Demo {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
     rounds: u32,
 
+    /// Most memory of a client in a ring or chain: models may be larger, and are then sampled to be checked
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    memory: Option<u64>,
+
     #[command(flatten)]
     averager: Averager,
 
@@ -68,6 +74,11 @@ impl Demo {
     /// Runs the demo.
     pub fn run(self) -> anyhow::Result<()> {
         let output = Output { json: self.json };
+        if self.memory.is_some() && self.topology == Topology::Star {
+            bail!(
+                "--memory is for --topology ring or chain; the aggregator of a star holds the model"
+            );
+        }
         let senders: Vec<Sender> = (0..self.clients).map(|client| self.sender(client)).collect();
         let manifest = senders[0].update.open()?.manifest().clone();
         let model_bytes = manifest.data_bytes();
@@ -114,14 +125,15 @@ impl Demo {
 
     /// Clients send from a warm region, as after training, unless the model is too large for that.
     fn memory_allows_staging(&self, model_bytes: u64) -> bool {
-        // In a ring each holds the mean too.
+        // Without an aggregator that averages, each holds the mean too.
         let copies = match self.topology {
             Topology::Star => u64::from(self.clients) + 3,
-            Topology::Ring => 2 * u64::from(self.clients) + 1,
+            Topology::Ring | Topology::Chain => 2 * u64::from(self.clients) + 1,
             // An edge holds its sums and the mean, or in order the updates of its clients.
             Topology::Tree => 2 * u64::from(self.clients) + 3 * u64::from(self.edges) + 3,
         };
         model_bytes.saturating_mul(copies) < available_memory().0 / 2
+            && memory_holds(self.memory, model_bytes, 2)
     }
 
     fn run_group(
@@ -139,8 +151,8 @@ impl Demo {
         let expect = format!("--expect={}", serde_json::to_string(&Expected(senders.to_vec()))?);
         match self.topology {
             Topology::Star => serve.push(expect.clone()),
-            Topology::Ring => serve.push("--topology=ring".to_string()),
             Topology::Tree => serve.extend([expect.clone(), "--topology=tree".to_string()]),
+            topology => serve.push(format!("--topology={}", topology.name())),
         }
         serve.extend(self.averager.to_args());
         serve.extend(self.paths.to_args());
@@ -159,8 +171,9 @@ impl Demo {
             join.extend(sender.update.to_args());
             join.extend(self.paths.to_args());
             join.extend(stages.then(|| "--stage".to_string()));
-            // All of a ring have the same mean, which is compared by its digest.
-            let checks = self.topology == Topology::Ring && client == 0;
+            join.extend(self.memory.map(|bytes| format!("--memory={bytes}")));
+            // All have the same mean, which is compared by its digest.
+            let checks = self.topology != Topology::Star && client == 0;
             join.extend(checks.then(|| expect.clone()));
             let mut join: Vec<OsString> = join.into_iter().map(OsString::from).collect();
             join.extend(sender.update.model_arg());
@@ -231,9 +244,12 @@ fn print_tables(reports: &[Report]) {
     }
     anstream::println!("{phases}\n(user, kernel: CPU seconds per GB)\n\n{memory}\n");
     if let Some(verified) = reports.iter().find_map(|report| report.event("verified")) {
+        let elements = match verified["sampled"] == true {
+            true => format!("{} elements, some of every tensor,", verified["elements"]),
+            false => format!("all {} elements", verified["elements"]),
+        };
         anstream::println!(
-            "verified: all {} elements are the weighted mean\n(largest error {:.2} of what rounding allows), and all clients got it",
-            verified["elements"],
+            "verified: {elements} are the weighted mean\n(largest error {:.2} of what rounding allows), and all clients got it",
             verified["largest_error_of_tolerance"].as_f64().unwrap_or(f64::NAN)
         );
     }

@@ -8,19 +8,19 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use clap::Args;
 use fedlane::client::{Canceller, Client, ClientConfig, Target, Task};
-use fedlane::error::ClientError;
+use fedlane::error::{ClientError, SinkError};
 use fedlane::manifest::{ChunkTable, Manifest};
 use fedlane::meter::Meter;
 use fedlane::region::Region;
-use fedlane::ring::{self, Joined, Member, Outcome, RingMember};
+use fedlane::ring::{self, Joined, MeanSink, Member, Outcome, RingMember};
 use fedlane::sink::file::ModelFile;
 use fedlane::source::Source;
 use fedlane::source::region::RegionSource;
 use fedlane::sys::process;
 use serde_json::json;
 
-use crate::args::{Paths, parse_examples};
-use crate::check::Expected;
+use crate::args::{Paths, parse_bytes, parse_examples};
+use crate::check::{Expected, Samples};
 use crate::door::{ClientCertificates, SharedSecret};
 use crate::output::{Output, error_text, phase_fields, phase_text};
 use crate::progress::{Bar, Progress};
@@ -73,13 +73,20 @@ pub struct Join {
     #[arg(long)]
     json: bool,
 
-    /// HOST:PORT where the neighbour in a ring reaches this client, behind NAT; the port is listened on
+    /// HOST:PORT where the neighbour in a ring or chain reaches this client, behind NAT; the port is listened on
     ///
     /// If it is not said, a free port of the address that is used to dial ADDRESS.
     #[arg(long, value_name = "HOST:PORT")]
     advertise: Option<String>,
 
-    /// What the clients of a ring send, as JSON: the result is compared with the mean of it
+    /// In a ring or chain: most memory that this client may take; a mean that has no room goes to --output as
+    /// it comes [default: the mean is held in memory]
+    ///
+    /// Of --model and --generate some chunks are held at a time, and so of such a mean: any model will do.
+    #[arg(long, value_name = "SIZE", value_parser = parse_memory)]
+    memory: Option<u64>,
+
+    /// What the clients of a ring or chain send, as JSON: the result is compared with the mean of it
     #[arg(long, value_name = "JSON", hide = true)]
     expect: Option<Expected>,
 
@@ -206,32 +213,49 @@ impl Join {
         filled: Option<Region>,
         output: Output,
     ) -> anyhow::Result<()> {
-        let mut mean = Region::new(manifest.data_bytes())?;
+        let (model_bytes, staged) = (manifest.data_bytes(), u64::from(filled.is_some()));
+        let mut mean = match memory_holds(self.memory, model_bytes, 1 + staged) {
+            true => Some(Region::new(model_bytes)?),
+            false => None,
+        };
+        let mut samples = None;
         while let Some(round) = member.next_round()? {
             if let Some(command) = &self.train {
                 self.run_training(command, round, || member.check())?;
             }
-            let outcome = match &filled {
-                Some(region) => {
-                    let source = RegionSource::new(manifest, region, 0, Vec::new());
-                    member.all_reduce(&source, self.examples, &mut mean)?
+            let source: Box<dyn Source + '_> = match &filled {
+                Some(region) => Box::new(RegionSource::new(manifest, region, 0, Vec::new())),
+                None => self.update.open()?,
+            };
+            let file = self.output.as_ref().map(|path| ModelFile::create(path, manifest));
+            let file = file.transpose()?;
+            let outcome = match &mut mean {
+                Some(mean) => {
+                    let outcome = member.all_reduce(source.as_ref(), self.examples, mean)?;
+                    file.as_ref().map_or(Ok(()), |file| file.write_at(0, mean.bytes()))?;
+                    outcome
                 }
                 None => {
-                    member.all_reduce(self.update.open()?.as_ref(), self.examples, &mut mean)?
+                    let every = if self.expect.is_some() { Some(manifest) } else { None };
+                    let sink = Passing { file: file.as_ref(), samples: every.map(Samples::new) };
+                    let target = ring::Target::Sink(&sink);
+                    let outcome = member.all_reduce_to(source.as_ref(), self.examples, target)?;
+                    samples = sink.samples;
+                    outcome
                 }
             };
             report_ring(&outcome, output);
-            if let Some(path) = &self.output {
-                let file = ModelFile::create(path, manifest)?;
-                file.write_at(0, mean.bytes())?;
-                file.finish()?;
-            }
+            file.map_or(Ok(()), ModelFile::finish)?;
         }
         if let Some(expected) = &self.expect {
-            let checked = expected.check(manifest, mean.bytes())?;
+            let checked = match (&mean, &samples) {
+                (Some(mean), _) => expected.check(manifest, mean.bytes())?,
+                (None, Some(samples)) => expected.check_samples(samples)?,
+                (None, None) => bail!("there was no round whose mean could be checked"),
+            };
             output.event(
                 "verified",
-                json!({ "verified": true, "elements": checked.elements,
+                json!({ "verified": true, "elements": checked.elements, "sampled": mean.is_none(),
                     "largest_error_of_tolerance": checked.largest_error }),
                 &format!(
                     "verified: {} elements, largest error {:.2} of what rounding allows",
@@ -354,8 +378,44 @@ impl Join {
     }
 }
 
+/// Memory of a client that holds no model: chunks on their way, and the program.
+const OWN_BYTES: u64 = 128 << 20;
+
+/// Whether so many models fit into `memory`.
+pub fn memory_holds(memory: Option<u64>, model_bytes: u64, models: u64) -> bool {
+    let needed = model_bytes.saturating_mul(models).saturating_add(OWN_BYTES);
+    memory.is_none_or(|most| needed <= most)
+}
+
+fn parse_memory(text: &str) -> Result<u64, String> {
+    let bytes = parse_bytes(text)?;
+    if bytes < OWN_BYTES {
+        return Err(format!("must be {} MiB or more", OWN_BYTES >> 20));
+    }
+    Ok(bytes)
+}
+
+/// Where a mean goes that is not held.
+struct Passing<'a> {
+    file: Option<&'a ModelFile>,
+    samples: Option<Samples>,
+}
+
+impl MeanSink for Passing<'_> {
+    fn take(&self, offset: u64, bytes: &[u8]) -> Result<(), SinkError> {
+        if let Some(samples) = &self.samples {
+            samples.take(offset, bytes);
+        }
+        self.file.map_or(Ok(()), |file| file.write_at(offset, bytes))
+    }
+}
+
 /// Says what an all-reduce came to.
 fn report_ring(outcome: &Outcome, output: Output) {
+    if let Some(what) = &outcome.nonfinite {
+        let (round, fields) = (outcome.round, json!({ "round": outcome.round, "why": what }));
+        output.event("nonfinite", fields, &format!("round {round}: of this update, {what}"));
+    }
     let mut fields = phase_fields(&outcome.phase);
     fields["clients"] = json!(outcome.ranks.len());
     fields["received_bytes"] = json!(outcome.received_bytes);

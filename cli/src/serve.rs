@@ -1,5 +1,6 @@
 //! `fedlane serve`: the aggregator.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
@@ -12,7 +13,9 @@ use fedlane::sink::file::ModelFile;
 use fedlane::source::Source;
 use fedlane::source::file::FileSource;
 use fedlane::sys::process;
+use fedlane::topology::Shape;
 use fedlane::topology::tree::Leaf;
+use fedlane::verdict::OnNonfinite;
 use serde_json::json;
 
 use crate::args::{Averager, Paths, Topology};
@@ -99,8 +102,8 @@ impl Serve {
     /// Runs the session.
     pub fn run(self) -> anyhow::Result<()> {
         let output = Output { json: self.json };
-        if self.topology == Topology::Ring {
-            return self.run_ring(output);
+        if let Some(shape) = self.topology.shape() {
+            return self.run_ring(shape, output);
         }
         if let Some(path) = &self.output {
             try_output(path)?;
@@ -144,28 +147,47 @@ impl Serve {
         Ok(())
     }
 
-    /// Keeps a ring together.
-    fn run_ring(&self, output: Output) -> anyhow::Result<()> {
+    /// Keeps a ring or a chain together.
+    fn run_ring(&self, shape: Shape, output: Output) -> anyhow::Result<()> {
+        let name = self.topology.name();
         if self.initial.is_some() || self.output.is_some() || self.expect.is_some() {
             bail!(
-                "in a ring no model passes through this process: give --output to `fedlane join`, and \
+                "in a {name} no model passes through this process: give --output to `fedlane join`, and \
                  leave --initial out"
             );
         }
-        if self.certificates.read()?.is_some() {
-            bail!("the clients of a ring do not speak TLS to each other yet; leave --tls-cert out");
+        if self.state.is_some() {
+            bail!("in a {name} this process holds nothing that could be kept; leave --state out");
         }
-        let mut ring = Coordinator::bind(self.listen.as_str(), self.ring_config()?)?;
+        self.averager.check_without_aggregator(self.topology)?;
+        let mut ring = Coordinator::bind(self.listen.as_str(), self.ring_config(shape)?)?;
         let address = ring.address();
         output.event(
             "listening",
             json!({ "address": address.to_string(), "clients": self.clients }),
-            &format!("listening on {address}, waiting for {} clients of a ring", self.clients),
+            &format!("listening on {address}, waiting for {} clients of a {name}", self.clients),
         );
         ring.gather()?;
         for _ in 0..self.rounds {
             let report = ring.run_round()?;
-            let names: Vec<&str> = report.ranks.iter().map(|(name, _)| name.as_str()).collect();
+            let on_nonfinite = self.averager.on_nonfinite;
+            let nonfinite: BTreeMap<&str, &str> = report
+                .nonfinite
+                .iter()
+                .map(|(name, what)| (name.as_str(), what.as_str()))
+                .collect();
+            let counts =
+                |name: &&str| on_nonfinite != OnNonfinite::Reject || !nonfinite.contains_key(name);
+            let names: Vec<&str> =
+                report.ranks.iter().map(|(name, _)| name.as_str()).filter(counts).collect();
+            for (name, what) in &nonfinite {
+                let done = if counts(name) { "that counts as zero" } else { "it is left out" };
+                output.event(
+                    "nonfinite",
+                    json!({ "round": report.round, "client": name, "why": what }),
+                    &format!("round {}: update of {name}: {what}: {done}", report.round),
+                );
+            }
             let attempts = match report.attempts {
                 1 => String::new(),
                 attempts => format!(", at attempt {attempts}"),
@@ -173,7 +195,7 @@ impl Serve {
             output.event(
                 "averaged",
                 json!({ "round": report.round, "clients": names, "attempts": report.attempts,
-                    "seconds": report.seconds }),
+                    "seconds": report.seconds, "nonfinite": nonfinite }),
                 &format!(
                     "round {}: the mean of {}, the same on all of them, in {:.3} s{attempts}",
                     report.round,
@@ -191,8 +213,9 @@ impl Serve {
         Ok(())
     }
 
-    fn ring_config(&self) -> anyhow::Result<RingConfig> {
+    fn ring_config(&self, shape: Shape) -> anyhow::Result<RingConfig> {
         Ok(RingConfig {
+            shape,
             ranks: self.clients as usize,
             min_ranks: self.averager.min_clients.map(|least| least as usize),
             round_deadline: self.averager.round_deadline,
@@ -201,7 +224,9 @@ impl Serve {
             chunk_bytes: self.averager.chunk_bytes.min(limits::RING_CHUNK_BYTES),
             deadline: self.paths.deadline(),
             congestion: self.paths.congestion.clone(),
+            on_nonfinite: self.averager.on_nonfinite,
             secret: self.secret.read()?,
+            tls: self.certificates.read()?,
             insecure: self.insecure,
             order: self.rank.clone(),
         })

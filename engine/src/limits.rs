@@ -137,6 +137,9 @@ pub const MAX_SERVED: usize = 1024;
 /// Most lanes of one session. More than the cores of a host gain nothing.
 pub const MAX_STREAMS: usize = 64;
 
+/// Most bytes of the certificate that a host of a ring makes for a session.
+pub const MAX_CERTIFICATE_BYTES: usize = 4 << 10;
+
 /// Most hosts in a ring: in a larger one, a host that is slow holds up too many.
 pub const MAX_RANKS: usize = 64;
 
@@ -144,7 +147,8 @@ pub const MAX_RANKS: usize = 64;
 /// it; 256 KiB and 1 MiB cost more CPU.
 pub const RING_CHUNK_BYTES: u64 = 512 << 10;
 
-/// Bytes of sums that a host of a ring holds on each lane, about: they stay in a cache.
+/// Bytes of sums that a host of a ring holds on each lane, about: they stay in a cache. Twice as much where
+/// means do not stay; less with more than four lanes.
 pub const RING_STAGE_BYTES: u64 = 16 << 20;
 
 /// Most hosts in a profile: all clients of a session, and as many that may average.

@@ -127,6 +127,12 @@ impl SendKind {
         (self.0.open)()
     }
 
+    /// One that copies: bytes that it has sent may be changed at once.
+    pub fn copying() -> SendKind {
+        let copying = SendKind::all().find(|kind| kind.needs() == Needs::Bytes);
+        copying.unwrap_or(SendKind(&SEND[0]))
+    }
+
     /// The path asked for, if `source` can feed it; without a wish the best that it can feed.
     pub fn choose(wish: Option<SendKind>, source: &dyn Source) -> Result<SendKind, PathError> {
         match wish {

@@ -42,6 +42,7 @@ use kernels::{Add, Bf16, Bool, Element, F16, Finish, First, Last, Only, Scale, S
 
 pub use clip::{ClipBase, clip_factor};
 pub use inspect::{Found, Norm, clean, clean_at, inspect, inspect_at};
+pub(crate) use kernels::Kernel;
 pub use kernels::{Level, store_past_cache};
 
 /// The type in which elements are summed.

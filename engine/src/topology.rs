@@ -12,6 +12,18 @@ pub mod tree;
 
 use std::net::IpAddr;
 
+use serde::{Deserialize, Serialize};
+
+/// In which way hosts average among themselves, each with its neighbours only.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Shape {
+    /// Each sends to the next one, the last to the first.
+    #[default]
+    Ring,
+    /// Each adds what is its own and sends the sums to the next one; the mean comes back the same way.
+    Chain,
+}
+
 /// A process that takes part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Host {

@@ -5,6 +5,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::ReducerError;
 use crate::limits::MIN_CLIP_FACTOR;
 use crate::manifest::{ChunkTable, Manifest};
@@ -12,7 +14,7 @@ use crate::named::Named;
 use crate::reducer::{Found, clip_factor};
 
 /// What happens to an update with elements that are NaN or infinite.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum OnNonfinite {
     /// It is left out whole: the mean is that of the others.
     #[default]
@@ -247,7 +249,12 @@ fn bits(dtype: crate::manifest::Dtype) -> u64 {
 }
 
 /// Which tensor's element is element `index` of a chunk.
-fn place(manifest: &Manifest, chunks: &ChunkTable, chunk: usize, index: u64) -> Option<Place> {
+pub(crate) fn place(
+    manifest: &Manifest,
+    chunks: &ChunkTable,
+    chunk: usize,
+    index: u64,
+) -> Option<Place> {
     let chunk = chunks.get(chunk);
     let element_bytes = bits(chunk.dtype) / 8;
     let byte = chunk.bytes.start + index * element_bytes;

@@ -1,4 +1,4 @@
-//! Rings of members in one process, against means that are computed in another way.
+//! Rings and chains of members in one process, against means that are computed in another way.
 
 #[path = "ring/common.rs"]
 mod common;
@@ -6,3 +6,9 @@ mod common;
 mod deaths;
 #[path = "ring/means.rs"]
 mod means;
+#[path = "ring/nonfinite.rs"]
+mod nonfinite;
+#[path = "ring/passed.rs"]
+mod passed;
+#[path = "ring/tls.rs"]
+mod tls;

@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 use fedlane::error::WireError;
 use fedlane::limits;
 use fedlane::manifest::{Dtype, Manifest};
+use fedlane::topology::Shape;
+use fedlane::verdict::OnNonfinite;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame::{self, LENGTH_BYTES};
 use fedlane::wire::hello::{
@@ -59,7 +61,7 @@ fn the_document_shows_the_golden_bytes() {
 #[test]
 fn the_document_names_the_numbers_in_force() {
     let text = std::fs::read_to_string(from_root("docs/WIRE.md")).unwrap();
-    let numbers: [(&str, u64); 24] = [
+    let numbers: [(&str, u64); 25] = [
         ("MAX_FRAME_BYTES", limits::MAX_FRAME_BYTES),
         ("MAX_SHORT_FRAME_BYTES", limits::MAX_SHORT_FRAME_BYTES),
         ("MAX_UNHEARD_BYTES", limits::MAX_UNHEARD_BYTES),
@@ -78,6 +80,7 @@ fn the_document_names_the_numbers_in_force() {
         ("MAX_CLIENTS", limits::MAX_CLIENTS as u64),
         ("MAX_RANKS", limits::MAX_RANKS as u64),
         ("MAX_LEAVES", limits::MAX_LEAVES as u64),
+        ("MAX_CERTIFICATE_BYTES", limits::MAX_CERTIFICATE_BYTES as u64),
         ("MAX_STREAMS", limits::MAX_STREAMS as u64),
         ("MAX_SERVED", limits::MAX_SERVED as u64),
         ("MAX_ROUNDS", limits::MAX_ROUNDS.into()),
@@ -411,14 +414,15 @@ fn client_messages() -> impl Strategy<Value = ClientMessage> {
         (".{0,40}", any::<[u8; 16]>()).prop_map(|(name, place)| Call { name, place }),
         (any::<u32>(), chunks()).prop_map(|(stream, chunks)| Want { stream, chunks }),
         (any::<u32>(), chunks()).prop_map(|(stream, chunks)| Prove { stream, chunks }),
-        (any::<(u32, u32)>(), weight, ".{0,40}", any::<u16>(), any::<[u8; 32]>()).prop_map(
-            |((round, attempt), examples, host, port, key)| Ready {
+        (any::<(u32, u32)>(), weight, ".{0,40}", any::<u16>(), any::<[u8; 32]>(), der()).prop_map(
+            |((round, attempt), examples, host, port, key, certificate)| Ready {
                 round,
                 attempt,
                 examples,
                 host,
                 port,
                 key,
+                certificate,
             }
         ),
         any::<(u32, u32, [u8; 32])>().prop_map(|(round, attempt, digest)| Reduced {
@@ -443,17 +447,41 @@ fn turns() -> impl Strategy<Value = Turn> {
     let weight = any::<f64>().prop_filter("NaN equals nothing", |number| !number.is_nan());
     let ranks = vec((".{0,10}", weight), 0..70);
     let numbers = any::<(u32, u32, u32, u32, u64)>();
-    (numbers, ranks, ".{0,40}", any::<[u8; 32]>()).prop_map(|(numbers, ranks, right, right_key)| {
-        let (round, attempt, rank, streams, chunk_bytes) = numbers;
-        Turn { round, attempt, rank, ranks, streams, chunk_bytes, right, right_key }
-    })
+    (numbers, ranks, ".{0,40}", any::<[u8; 32]>(), der()).prop_map(
+        |(numbers, ranks, right, right_key, right_certificate)| {
+            let (round, attempt, rank, streams, chunk_bytes) = numbers;
+            Turn {
+                round,
+                attempt,
+                rank,
+                ranks,
+                streams,
+                chunk_bytes,
+                right,
+                right_key,
+                right_certificate,
+            }
+        },
+    )
+}
+
+fn der() -> impl Strategy<Value = Vec<u8>> {
+    vec(any::<u8>(), 0..100)
 }
 
 fn terms() -> impl Strategy<Value = RingTerms> {
     let numbers = any::<([u8; 16], u32, u64)>();
-    (numbers, vec(any::<u8>(), 0..300)).prop_map(|((session, rounds, deadline_ms), header)| {
-        RingTerms { session, rounds, deadline_ms, header }
-    })
+    let shape = prop_oneof![Just(Shape::Ring), Just(Shape::Chain)];
+    (numbers, vec(any::<u8>(), 0..300), shape).prop_map(
+        |((session, rounds, deadline_ms), header, shape)| RingTerms {
+            session,
+            rounds,
+            deadline_ms,
+            header,
+            shape,
+            on_nonfinite: OnNonfinite::Zero,
+        },
+    )
 }
 
 fn chunks() -> impl Strategy<Value = Vec<ChunkRange>> {

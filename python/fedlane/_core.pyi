@@ -164,6 +164,13 @@ class Ring:
         secret: bytes | None = None,
         insecure: bool = False,
         advertise: str | None = None,
+        topology: Literal["ring", "chain"] | None = None,
+        on_nonfinite: Literal["reject", "zero", "keep"] | None = None,
+        tls_ca: _Path | None = None,
+        tls_name: str | None = None,
+        tls_cert: _Path | None = None,
+        tls_key: _Path | None = None,
+        tls_client_ca: _Path | None = None,
     ) -> Self: ...
     @property
     def address(self) -> str: ...

@@ -465,7 +465,7 @@ impl Aggregator {
 }
 
 /// One of the values of a setting.
-fn by_name<T: Named>(what: &str, name: &str) -> PyResult<T> {
+pub fn by_name<T: Named>(what: &str, name: &str) -> PyResult<T> {
     T::named(name).ok_or_else(|| {
         let mut names =
             T::VALUES.iter().map(|(_, name, _)| format!("\"{name}\"")).collect::<Vec<_>>();

@@ -1,5 +1,6 @@
 //! `fedlane.Ring`.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -10,20 +11,26 @@ use fedlane::manifest::Manifest;
 use fedlane::paths::ReceiveKind;
 use fedlane::ring::{Coordinator, Joined, Member, RingConfig, RingMember, Stopper, join_any};
 use fedlane::source::region::RegionSource;
+use fedlane::tls::{ClientTls, ServerTls};
+use fedlane::topology::Shape;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::aggregator::by_name;
 use crate::blocking;
+use crate::door::{ClientFiles, ServerFiles};
 use crate::errors::{FedlaneError, OrRaise};
 use crate::region::Region;
 
 /// A ring all-reduce: hosts average their models among themselves, and all get the same mean.
 ///
-/// Ring(address, *, name, model, ranks=None, min_ranks=None, deadline_ms=30000, secret=None,
-/// insecure=False, advertise=None) joins the ring that is kept together at "HOST:PORT". One of the hosts gives
+/// Ring(address, *, name, model, ranks=None, min_ranks=None, topology="ring", on_nonfinite="reject",
+/// deadline_ms=30000, secret=None, insecure=False, advertise=None, tls_ca=None, tls_name=None, tls_cert=None,
+/// tls_key=None, tls_client_ca=None) joins the ring that is kept together at "HOST:PORT". One of the hosts gives
 /// `ranks`, the number of all hosts, 2 to 64: it listens there (port 0 takes a free one, see `ring.address`).
 /// The models do not pass through it: each host sends to the next one, and all send and receive at once.
+/// With its `topology="chain"` sums go down a line of hosts instead, and the mean comes back the same way.
 /// `name` is unique in the ring. `model`, a Region, says the layout, which is the same on all hosts.
 ///
 ///     with fedlane.Ring("host-a:7733", name="b", model=region) as ring:
@@ -33,10 +40,15 @@ use crate::region::Region;
 ///
 /// A host that is silent for `deadline_ms` milliseconds, or whose connection breaks, ends the ring for
 /// all with the same PeerError, which names it. With `min_ranks` (of the host that listens) the others go
-/// on without it as long as so many are left, exactly: the all-reduce begins again.
+/// on without it as long as so many are left, exactly: the all-reduce begins again. A model with elements that
+/// are NaN or infinite is left out in the same way; with `on_nonfinite="zero"` (of the host that listens) those
+/// elements count as zero, and with "keep" as they are.
 ///
 /// Where other machines can reach it, the host that listens takes a `secret`, 32 bytes that all know, or
-/// insecure=True. Models are not encrypted. Each host also listens on a free port of the address that it
+/// insecure=True, or TLS: it has `tls_cert` and `tls_key`, PEM files (str or os.PathLike) with its certificate and the
+/// key, and all have `tls_ca`, the authority of that, and `tls_name`, if the name in it is not the host that is
+/// dialled. Then everything is encrypted, between neighbours too. With its `tls_client_ca` each host shows
+/// `tls_cert` and `tls_key` of its own, with its name in it. Each host also listens on a free port of the address that it
 /// dials from, for its neighbour; behind NAT, `advertise` is the HOST:PORT that reaches it.
 ///
 /// Raises PeerError if no ring is there or it refuses this host; ValueError for numbers out of bounds;
@@ -141,7 +153,7 @@ fn keep_together(address: &str, config: RingConfig) -> PyResult<(String, Stopper
 #[pymethods]
 impl Ring {
     #[new]
-    #[pyo3(signature = (address, *, name, model, ranks=None, min_ranks=None, deadline_ms=30_000, secret=None, insecure=false, advertise=None))]
+    #[pyo3(signature = (address, *, name, model, ranks=None, min_ranks=None, deadline_ms=30_000, secret=None, insecure=false, advertise=None, topology=None, on_nonfinite=None, tls_ca=None, tls_name=None, tls_cert=None, tls_key=None, tls_client_ca=None))]
     #[allow(clippy::too_many_arguments)] // They have names in Python.
     fn new(
         py: Python<'_>,
@@ -154,22 +166,38 @@ impl Ring {
         secret: Option<[u8; 32]>,
         insecure: bool,
         advertise: Option<String>,
+        topology: Option<&str>,
+        on_nonfinite: Option<&str>,
+        tls_ca: Option<PathBuf>,
+        tls_name: Option<String>,
+        tls_cert: Option<PathBuf>,
+        tls_key: Option<PathBuf>,
+        tls_client_ca: Option<PathBuf>,
     ) -> PyResult<Ring> {
         let deadline = Duration::from_millis(blocking::check_deadline(deadline_ms)?);
         let secret = blocking::check_secret(secret)?;
-        if ranks.is_none() && (min_ranks.is_some() || insecure) {
-            let text = "min_ranks and insecure are for the host that gives ranks, and listens";
+        let says = min_ranks.is_some() || insecure || topology.is_some() || on_nonfinite.is_some();
+        if ranks.is_none() && (says || tls_client_ca.is_some()) {
+            let text = "min_ranks, topology, on_nonfinite, insecure and tls_client_ca are for the \
+                        host that gives ranks, and listens";
             return Err(PyValueError::new_err(text));
         }
+        let files = Files { tls_ca, tls_name, tls_cert, tls_key, tls_client_ca };
+        let (server, tls) = files.read(ranks.is_some())?;
+        let shape = parse_topology(topology.unwrap_or("ring"))?;
+        let on_nonfinite = by_name("on_nonfinite", on_nonfinite.unwrap_or("reject"))?;
         let (address, keeper) = match ranks {
             None => (address, None),
             Some(ranks) => {
                 let config = RingConfig {
+                    shape,
+                    on_nonfinite,
                     ranks,
                     min_ranks,
                     rounds: u32::MAX,
                     deadline,
                     secret,
+                    tls: server,
                     insecure,
                     ..RingConfig::default()
                 };
@@ -182,7 +210,7 @@ impl Ring {
             name,
             examples: 1.0,
             secret,
-            tls: None,
+            tls,
             send_path: None,
             receive_path: ReceiveKind::default(),
             congestion: Congestion::Auto,
@@ -302,6 +330,52 @@ impl Ring {
         match error {
             Some(error) => self.end(py, &blocking::describe(&error)),
             None => self.close(py),
+        }
+    }
+}
+
+/// Certificates, as the arguments name their files.
+struct Files {
+    tls_ca: Option<PathBuf>,
+    tls_name: Option<String>,
+    tls_cert: Option<PathBuf>,
+    tls_key: Option<PathBuf>,
+    tls_client_ca: Option<PathBuf>,
+}
+
+impl Files {
+    /// What a host shows to those who join, if it listens, and what it does when it joins itself.
+    fn read(self, listens: bool) -> PyResult<(Option<ServerTls>, Option<ClientTls>)> {
+        let server = ServerFiles {
+            certificate: self.tls_cert.clone(),
+            key: self.tls_key.clone(),
+            client_authority: self.tls_client_ca.clone(),
+            allow: None,
+        };
+        let server = if listens { server.read()? } else { None };
+        let shows = !listens || self.tls_client_ca.is_some();
+        let client = ClientFiles {
+            authority: self.tls_ca,
+            name: self.tls_name,
+            certificate: self.tls_cert.filter(|_| shows),
+            key: self.tls_key.filter(|_| shows),
+        };
+        match (server, client.read()?) {
+            (Some(_), None) => Err(PyValueError::new_err(
+                "the host that listens joins too: it takes tls_ca, the authority of its certificate",
+            )),
+            read => Ok(read),
+        }
+    }
+}
+
+fn parse_topology(name: &str) -> PyResult<Shape> {
+    match name {
+        "ring" => Ok(Shape::Ring),
+        "chain" => Ok(Shape::Chain),
+        other => {
+            let text = format!("topology is \"ring\" or \"chain\", not {other:?}");
+            Err(PyValueError::new_err(text))
         }
     }
 }

@@ -4,9 +4,11 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import trustme
 
 import fedlane
 
@@ -15,10 +17,12 @@ SECONDS = 60
 
 def region(value, elements=100_003):
     rising = np.arange(elements, dtype=np.float32) % 1021
-    return fedlane.Region.from_arrays({"w": rising * value, "b": np.array([value], np.float64)})
+    with np.errstate(invalid="ignore"):  # Nothing times infinity.
+        scaled = rising * value
+    return fedlane.Region.from_arrays({"w": scaled, "b": np.array([value], np.float64)})
 
 
-def ring_of(values, weights, steps=1, min_ranks=None, leaves=()):
+def ring_of(values, weights, steps=1, min_ranks=None, leaves=(), **options):
     """Runs a ring with a thread for each host; what each has, or the error that ended it. After all
     steps some leave, and the others take one more."""
     first = fedlane.Ring(
@@ -28,6 +32,7 @@ def ring_of(values, weights, steps=1, min_ranks=None, leaves=()):
         ranks=len(values),
         min_ranks=min_ranks,
         deadline_ms=20_000,
+        **options,
     )
     results = [None] * len(values)
 
@@ -55,10 +60,11 @@ def ring_of(values, weights, steps=1, min_ranks=None, leaves=()):
     return results
 
 
+@pytest.mark.parametrize("topology", ["ring", "chain"])
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_all_have_the_weighted_mean(ranks):
+def test_all_have_the_weighted_mean(ranks, topology):
     values, weights = [1.0 + rank for rank in range(ranks)], [2.0**rank for rank in range(ranks)]
-    results = ring_of(values, weights, steps=3)
+    results = ring_of(values, weights, steps=3, topology=topology)
     expected = np.average(values, weights=weights)
     first = results[0][0].numpy("w").copy()
     for mean, members in results:
@@ -89,8 +95,51 @@ def test_all_hear_of_a_host_that_leaves():
     assert all("host-1" in str(error) for error in errors)
 
 
+@pytest.mark.parametrize("topology", ["ring", "chain"])
+def test_a_model_that_is_not_finite_is_left_out_or_not(topology):
+    values, weights = [1.0, np.inf, 6.0], [1.0, 1.0, 1.0]
+
+    def means(**options):
+        results = ring_of(values, weights, topology=topology, **options)
+        return [mean.numpy("b")[0] for mean, _ in results]
+
+    assert means(min_ranks=2) == [3.5] * 3
+    assert means(on_nonfinite="zero") == pytest.approx([7.0 / 3] * 3)
+    assert means(on_nonfinite="keep") == [np.inf] * 3
+    errors = ring_of(values, weights, topology=topology)
+    assert all("host-1" in str(error) for error in errors), errors
+
+
+def test_hosts_speak_tls(tmp_path):
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    leaf = authority.issue_cert("127.0.0.1")
+    leaf.cert_chain_pems[0].write_to_path(tmp_path / "ring.pem")
+    leaf.private_key_pem.write_to_path(tmp_path / "ring.key")
+    own = {"tls_cert": tmp_path / "ring.pem", "tls_key": tmp_path / "ring.key"}
+    trust = {"tls_ca": tmp_path / "ca.pem"}
+    model = region(1.0)
+    with pytest.raises(ValueError, match="tls_ca"):
+        fedlane.Ring("127.0.0.1:0", name="a", model=model, ranks=2, **own)
+    with fedlane.Ring("127.0.0.1:0", name="a", model=model, ranks=2, **own, **trust) as first:
+        with pytest.raises(fedlane.PeerError, match="TLS"):
+            fedlane.Ring(first.address, name="b", model=model)
+        with (
+            ThreadPoolExecutor() as pool,
+            fedlane.Ring(first.address, name="b", model=model, **trust) as second,
+        ):
+            other = pool.submit(second.all_reduce, region(3.0))
+            mean = first.all_reduce(model)
+            assert mean.numpy("b")[0] == other.result(SECONDS).numpy("b")[0] == 2.0
+
+
 def test_wrong_use():
     model = region(1.0)
+    for option in [dict(topology="star"), dict(on_nonfinite="drop")]:
+        with pytest.raises(ValueError, match=next(iter(option))):
+            fedlane.Ring("127.0.0.1:0", name="a", model=model, ranks=2, **option)
+    with pytest.raises(ValueError, match="for the host that gives"):
+        fedlane.Ring("127.0.0.1:1", name="a", model=model, topology="chain")
     with pytest.raises(ValueError, match="ranks"):
         fedlane.Ring("127.0.0.1:1", name="a", model=model, min_ranks=2)
     with pytest.raises(ValueError, match="hosts of a ring"):

@@ -254,20 +254,23 @@ def unveiled(veiled, label):
 
 
 def test_ring():
-    session, rounds, deadline_ms, header = read(
-        "aggregator-message-10-ring", 16, "varint", "varint", "text"
+    session, rounds, deadline_ms, header, shape, on_nonfinite = read(
+        "aggregator-message-10-ring", 16, "varint", "varint", "text", "varint", "varint"
     )
     assert (session, rounds, deadline_ms, header) == (plan()["session"], 300, 30_000, "")
+    assert (shape, on_nonfinite) == (0, 0)
 
 
 def test_ready_and_turn():
-    fields = read("client-message-9-ready", "varint", "varint", "f64", "text", "varint", 32)
+    kinds = ["varint", "varint", "f64", "text", "varint", 32, "text"]
+    fields = read("client-message-9-ready", *kinds)
+    assert fields.pop() == ""
     assert fields[:5] == [1, 0, 600.0, "", 40_000]
     assert unveiled(fields[5], b"a key from the client") == plan()["ticket"]
     ranks = ["varint", "text", "f64", "text", "f64"]
-    fields = read(
-        "aggregator-message-11-turn", *["varint"] * 3, *ranks, "varint", "varint", "text", 32
-    )
+    kinds = [*["varint"] * 3, *ranks, "varint", "varint", "text", 32, "text"]
+    fields = read("aggregator-message-11-turn", *kinds)
+    assert fields.pop() == ""
     assert fields[:3] == [1, 0, 1]
     assert fields[3:8] == [2, "site-a", 600.0, "site-b", 200.0]
     assert fields[8:11] == [2, 524_288, "10.0.0.1:40000"]

@@ -29,10 +29,10 @@ fn secret(directory: &Path, name: &str) -> String {
 }
 
 /// Certificates that `fedlane cert` makes.
-struct Certificates(TempDir);
+pub struct Certificates(TempDir);
 
 impl Certificates {
-    fn new(args: &[&str]) -> Certificates {
+    pub fn new(args: &[&str]) -> Certificates {
         let directory = tempfile::tempdir().unwrap();
         run(fedlane("cert").arg(directory.path().join("made")).args(args)).done();
         Certificates(directory)
@@ -42,7 +42,7 @@ impl Certificates {
         self.0.path().join("made").join(file)
     }
 
-    fn server(&self) -> Vec<String> {
+    pub fn server(&self) -> Vec<String> {
         let (certificate, key) = (self.path("server.pem"), self.path("server.key"));
         vec!["--tls-cert".into(), text(&certificate), "--tls-key".into(), text(&key)]
     }
@@ -51,7 +51,7 @@ impl Certificates {
         [self.server(), vec!["--tls-client-ca".into(), text(&self.path("ca.pem"))]].concat()
     }
 
-    fn client(&self) -> Vec<String> {
+    pub fn client(&self) -> Vec<String> {
         vec!["--tls-ca".into(), text(&self.path("ca.pem"))]
     }
 
@@ -62,7 +62,7 @@ impl Certificates {
     }
 }
 
-fn strs(args: &[String]) -> Vec<&str> {
+pub fn strs(args: &[String]) -> Vec<&str> {
     args.iter().map(String::as_str).collect()
 }
 

@@ -9,6 +9,7 @@ mod demo;
 mod doors;
 mod memory;
 mod models;
+mod neighbours;
 mod outputs;
 mod plan;
 mod process;

@@ -45,7 +45,7 @@ impl Level {
 
     /// Runs a loop with the instructions of this level, or of the strongest that this CPU has.
     #[cfg(target_arch = "x86_64")]
-    pub(super) fn run(self, kernel: impl Kernel) {
+    pub(crate) fn run(self, kernel: impl Kernel) {
         match self.min(Level::best()) {
             Level::Scalar => kernel.run(),
             // SAFETY: `best` is at least Avx2, so the CPU has AVX2.
@@ -57,7 +57,7 @@ impl Level {
 
     /// Runs a loop; this target has one level.
     #[cfg(not(target_arch = "x86_64"))]
-    pub(super) fn run(self, kernel: impl Kernel) {
+    pub(crate) fn run(self, kernel: impl Kernel) {
         kernel.run();
     }
 }
@@ -107,7 +107,7 @@ pub fn store_past_cache(target: &mut [u8], source: &[u8]) {
 
 /// A loop over one chunk. `run` must be `inline(always)`: only code that is inlined into the
 /// functions above is compiled with their instructions.
-pub(super) trait Kernel {
+pub(crate) trait Kernel {
     fn run(self);
 }
 

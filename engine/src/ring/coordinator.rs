@@ -18,7 +18,10 @@ use crate::lane::ConnectionId;
 use crate::limits;
 use crate::manifest::Manifest;
 use crate::reducer::{AccumulatorLayout, Weights};
-use crate::topology::{self, Host};
+use crate::tls::ServerTls;
+use crate::topology::ring::Schedule;
+use crate::topology::{self, Host, Shape};
+use crate::verdict::OnNonfinite;
 use crate::wire::hello::{Secret, SessionId, Ticket};
 use crate::wire::keys::{Binding, Side};
 use crate::wire::message::{AggregatorMessage, ClientMessage, RingTerms, Turn};
@@ -26,6 +29,8 @@ use crate::wire::message::{AggregatorMessage, ClientMessage, RingTerms, Turn};
 /// How a ring works. [`Default`] gives every field but `ranks` a value for daily use.
 #[derive(Clone, Debug)]
 pub struct RingConfig {
+    /// In which way they average.
+    pub shape: Shape,
     /// Hosts to wait for.
     pub ranks: usize,
     /// Hosts without whom there is no mean; all of them if this is not said.
@@ -44,8 +49,12 @@ pub struct RingConfig {
     pub deadline: Duration,
     /// Congestion control of the listener.
     pub congestion: Congestion,
+    /// What a host does with its own update if elements of it are NaN or infinite.
+    pub on_nonfinite: OnNonfinite,
     /// What hosts must know to be let in; [`Secret::OPEN`] lets in everyone.
     pub secret: Secret,
+    /// Encrypts all connections, those between hosts too; what the hosts are shown.
+    pub tls: Option<ServerTls>,
     /// Whether everyone may join also from other machines.
     pub insecure: bool,
     /// Names of hosts in the order in which they stand, as [`topology::plan::ranks`] says.
@@ -55,6 +64,7 @@ pub struct RingConfig {
 impl Default for RingConfig {
     fn default() -> Self {
         RingConfig {
+            shape: Shape::Ring,
             ranks: 2,
             min_ranks: None,
             round_deadline: None,
@@ -63,7 +73,9 @@ impl Default for RingConfig {
             chunk_bytes: limits::RING_CHUNK_BYTES,
             deadline: limits::DEADLINE,
             congestion: Congestion::Auto,
+            on_nonfinite: OnNonfinite::Reject,
             secret: Secret::OPEN,
+            tls: None,
             insecure: false,
             order: Vec::new(),
         }
@@ -77,8 +89,11 @@ pub struct RoundReport {
     pub round: u32,
     /// Attempts that it took.
     pub attempts: u32,
-    /// Names and weights of those whose updates are in the mean, in the order of the ring.
+    /// Names and weights of those whose updates are in the mean, by rank.
     pub ranks: Vec<(String, f64)>,
+    /// Names of those whose updates had elements that are NaN or infinite, and which. They are left out, or
+    /// those elements counted as zero, as [`RingConfig::on_nonfinite`] says.
+    pub nonfinite: Vec<(String, String)>,
     /// Digest of the mean, as every one of them has it.
     pub digest: [u8; 32],
     /// Seconds from the moment when all were ready to the last word that the mean is there.
@@ -115,6 +130,8 @@ struct Peer {
     ready: Option<Ready>,
     reduced: Option<[u8; 32]>,
     broken: Option<Broken>,
+    /// What in its update of this round is NaN or infinite.
+    nonfinite: Option<String>,
 }
 
 /// Where a host waits for its left neighbour.
@@ -122,6 +139,7 @@ struct Ready {
     examples: f64,
     at: String,
     key: Ticket,
+    certificate: Vec<u8>,
 }
 
 /// Why an attempt cannot go on at a host.
@@ -130,6 +148,13 @@ struct Broken {
     to_right: bool,
     stalled: bool,
     reason: String,
+}
+
+impl Broken {
+    /// Neither neighbour is to blame: the host has found numbers in its update that may not count.
+    fn is_own(&self) -> bool {
+        !self.from_left && !self.to_right
+    }
 }
 
 impl Peer {
@@ -188,12 +213,13 @@ impl Coordinator {
         let listen = |source| AggregatorError::Listen { address: address.to_string(), source };
         let listener = control::listen(&address, &config.congestion).map_err(listen)?;
         let bound = listener.local_addr().map_err(listen)?;
-        refuse_open(config.secret == Secret::OPEN && !config.insecure, bound)?;
+        let is_open = config.secret == Secret::OPEN && config.tls.is_none() && !config.insecure;
+        refuse_open(is_open, bound)?;
         let (sender, events) = std::sync::mpsc::channel();
         let reception = reception(&config, sender.clone());
-        let door =
-            Door::open(listener, config.congestion.clone(), None, limits::MAX_VISITORS, reception)
-                .map_err(listen)?;
+        let (congestion, tls) = (config.congestion.clone(), config.tls.clone());
+        let door = Door::open(listener, congestion, tls, limits::MAX_VISITORS, reception)
+            .map_err(listen)?;
         let listeners = Listeners::default();
         let silence = control::silence_limit(config.deadline, config.deadline);
         let heartbeat = Heartbeat::start(listeners.clone(), AggregatorMessage::Alive, silence)?;
@@ -315,6 +341,7 @@ impl Coordinator {
         for peer in &mut self.peers {
             peer.asked = round;
             (peer.ready, peer.reduced, peer.broken) = (None, None, None);
+            peer.nonfinite = None;
             tell(peer, &AggregatorMessage::Upload { round });
         }
         let (mut attempt, mut repeats) = (0, 0);
@@ -331,6 +358,7 @@ impl Coordinator {
                         round,
                         attempts: attempt + 1,
                         ranks,
+                        nonfinite: self.nonfinite(),
                         digest,
                         seconds,
                     });
@@ -351,6 +379,7 @@ impl Coordinator {
                     repeats += 1;
                     fault.to_string()
                 }
+                Trouble::Nonfinite(connection, what) => self.note_nonfinite(connection, what)?,
             };
             tracing::warn!("round {round}: {reason}; it is begun again");
             let reason = printable(&reason);
@@ -362,6 +391,37 @@ impl Coordinator {
                 }
             }
             attempt += 1;
+        }
+    }
+
+    /// Who had to look at its update again, and why.
+    fn nonfinite(&self) -> Vec<(String, String)> {
+        let found = |peer: &Peer| peer.nonfinite.clone().map(|what| (peer.name.clone(), what));
+        self.peers.iter().filter_map(found).collect()
+    }
+
+    /// A host has found that its update may not count as it is; gives that in one line.
+    ///
+    /// # Errors
+    /// Too few are left.
+    fn note_nonfinite(
+        &mut self,
+        connection: ConnectionId,
+        what: String,
+    ) -> Result<String, AggregatorError> {
+        let gave_up = Fault::GaveUp { reason: what.clone() };
+        let peer = self.peers.iter_mut().find(|peer| peer.connection == connection);
+        let Some(peer) = peer.filter(|peer| peer.nonfinite.is_none()) else {
+            // It says so once in a round: after that its update is clean.
+            return self.lose(connection, gave_up);
+        };
+        let client = peer.label();
+        peer.nonfinite = Some(what.clone());
+        let counts = |peer: &&Peer| peer.asked == self.round && peer.nonfinite.is_none();
+        let rejects = self.config.on_nonfinite == OnNonfinite::Reject;
+        match rejects && self.peers.iter().filter(counts).count() < self.least() {
+            true => Err(AggregatorError::Client { client, error: gave_up }),
+            false => Ok(format!("{client}: {what}")),
         }
     }
 
@@ -435,10 +495,11 @@ impl Coordinator {
             ring.iter().map(|peer| (peer.name.clone(), weight(peer))).collect();
         Weights::new(&ranks.iter().map(|(_, weight)| *weight).collect::<Vec<_>>())?;
         let (streams, chunk_bytes) = self.cut(&hosts)?;
+        let schedule = Schedule::new(self.config.shape, ring.len(), 0..0);
         for (rank, peer) in ring.iter().enumerate() {
             let right = ring[(rank + 1) % ring.len()];
-            let Some(neighbour) = &right.ready else { continue };
-            let key = peer.binding.veil(Side::Aggregator, self.round, attempt, &neighbour.key);
+            let right = right.ready.as_ref().filter(|_| schedule.has_right(rank));
+            let veil = |key| peer.binding.veil(Side::Aggregator, self.round, attempt, key);
             let turn = Turn {
                 round: self.round,
                 attempt,
@@ -446,8 +507,9 @@ impl Coordinator {
                 ranks: ranks.clone(),
                 streams: streams as u32,
                 chunk_bytes,
-                right: neighbour.at.clone(),
-                right_key: key,
+                right: right.map(|right| right.at.clone()).unwrap_or_default(),
+                right_key: right.map_or([0; 32], |right| veil(&right.key)),
+                right_certificate: right.map(|r| r.certificate.clone()).unwrap_or_default(),
             };
             tell(peer, &AggregatorMessage::Turn(turn));
         }
@@ -468,8 +530,9 @@ impl Coordinator {
         let model_bytes = manifest.data_bytes();
         // Sums may take more room than what is summed.
         let sums = AccumulatorLayout::of(manifest)?.bytes().div_ceil(model_bytes.max(1)).max(1);
-        let most = self.config.chunk_bytes / sums;
-        let chunk_bytes = topology::ring::chunk_bytes(model_bytes, hosts.len(), streams, most);
+        let most = self.config.chunk_bytes;
+        let chunk_bytes =
+            topology::ring::chunk_bytes(model_bytes, hosts.len(), streams, most, sums);
         let chunks = manifest.chunks(chunk_bytes)?.len();
         // Lanes without a group of chunks would have no work.
         Ok((streams.min(chunks.div_ceil(hosts.len())).max(1), chunk_bytes))
@@ -518,6 +581,11 @@ impl Coordinator {
                             if (round, of) == (self.round, attempt) =>
                         {
                             peer.broken = take_broken(message);
+                            if let Some(broken) = peer.broken.take_if(|broken| broken.is_own()) {
+                                let connection = peer.connection;
+                                let what = broken.reason;
+                                return Ok(Err(Trouble::Nonfinite(connection, what)));
+                            }
                             // Whoever is to blame is often silent for good, which takes a moment to see.
                             trouble_until.get_or_insert(Instant::now() + limits::LAST_WORDS);
                         }
@@ -598,6 +666,8 @@ impl Coordinator {
             rounds: self.config.rounds,
             deadline_ms: self.config.deadline.as_millis() as u64,
             header: if header.is_empty() { manifest.header().to_vec() } else { Vec::new() },
+            shape: self.config.shape,
+            on_nonfinite: self.config.on_nonfinite,
         };
         let connection = self.next_connection;
         self.next_connection += 1;
@@ -621,6 +691,7 @@ impl Coordinator {
             ready: None,
             reduced: None,
             broken: None,
+            nonfinite: None,
         });
         tracing::info!("{label} joined ({} of {})", self.peers.len(), self.config.ranks);
         Ok(())
@@ -650,25 +721,33 @@ enum Trouble {
     Lost(ConnectionId, Fault),
     /// A connection between two hosts broke, and the one that is given is likelier to be to blame.
     Link(ConnectionId, Fault),
+    /// The update of this host has numbers that are NaN or infinite.
+    Nonfinite(ConnectionId, String),
 }
 
 /// Who is to blame when hosts say that they cannot go on, and all of them give signs of life.
 fn blame(ring: &[&Peer]) -> Trouble {
     let count = ring.len();
     let at = |index: usize| ring[index % count].broken.as_ref();
-    let starved = |index: usize| at(index).is_some_and(|broken| broken.from_left);
-    let blocked = |index: usize| at(index).is_some_and(|broken| broken.to_right);
-    let stalled = |index: usize| at(index).is_some_and(|broken| broken.stalled);
-    // The one whose right neighbour has nothing from it: silent itself, or else one that cannot send.
-    let silent = (0..count).find(|&index| at(index).is_none() && starved(index + 1));
-    let cut = (0..count).find(|&index| blocked(index) && starved(index + 1));
+    let left = |index: usize| at(index).is_some_and(|broken| broken.from_left);
+    let right = |index: usize| at(index).is_some_and(|broken| broken.to_right);
+    // The one that a neighbour waits for: silent itself, or else one that cannot send to the right.
+    let waited_for = |index: usize| left(index + 1) || right(index + count - 1);
+    let silent = (0..count).find(|&index| at(index).is_none() && waited_for(index));
+    let cut = (0..count).find(|&index| right(index) && left(index + 1));
     let first = (0..count).find(|&index| at(index).is_some()).unwrap_or(0);
-    let neighbour = if starved(first) { first + count - 1 } else { first + 1 };
+    let neighbour = if left(first) { first + count - 1 } else { first + 1 };
     let culprit = silent.or(cut).unwrap_or(neighbour) % count;
-    let says = if at(culprit + 1).is_some() { (culprit + 1) % count } else { first };
-    let reason = at(says).map(|broken| broken.reason.clone()).unwrap_or_default();
+    let says = if left(culprit + 1) || !right(culprit + count - 1) {
+        culprit + 1
+    } else {
+        culprit + count - 1
+    };
+    let says = if at(says).is_some() { says % count } else { first };
+    let broken = at(says);
+    let reason = broken.map(|broken| broken.reason.clone()).unwrap_or_default();
     let fault = Fault::Neighbour { neighbour: ring[says].label(), reason };
-    match stalled(says) {
+    match broken.is_some_and(|broken| broken.stalled) {
         true => Trouble::Lost(ring[culprit].connection, fault),
         false => Trouble::Link(ring[culprit].connection, fault),
     }
@@ -692,11 +771,14 @@ fn take_ready(
     attempt: u32,
 ) -> Result<Option<(Ready, String, u16)>, Fault> {
     match message {
-        ClientMessage::Ready { round: of, attempt: at, examples, host, port, key }
+        ClientMessage::Ready { round: of, attempt: at, examples, host, port, key, certificate }
             if (of, at) == (round, attempt) =>
         {
             check_examples(examples)?;
-            let ready = Ready { examples, at: String::new(), key };
+            if certificate.len() > limits::MAX_CERTIFICATE_BYTES {
+                return Err(unexpected());
+            }
+            let ready = Ready { examples, at: String::new(), key, certificate };
             Ok(Some((ready, printable(&host), port)))
         }
         // Said before it heard that the attempt is over.

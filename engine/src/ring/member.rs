@@ -2,19 +2,21 @@
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::ops::Range;
 use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender, TryRecvError};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use super::lane::{self, Fault, LanePart, Task};
+use super::Target;
+use super::lane::{self, Fault, LanePart, Nonfinite, Out, Side, Task};
 use super::stage::Stage;
 use crate::aggregator::door::{Door, Expiry, Pass, Reception, Tickets, Visit};
 use crate::aggregator::{Event, refuse};
 use crate::channel::{self, DataChannel};
 use crate::client::{Canceller, ClientConfig, RingEntry};
-use crate::control::{self, Congestion, Heartbeat, Reader, Writer, printable, random};
-use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TransferError};
+use crate::control::{self, Heartbeat, Reader, Writer, printable, random};
+use crate::error::{ClientError, ControlError, LaneError, ProtocolError, TlsError, TransferError};
 use crate::lane::start_lane;
 use crate::limits;
 use crate::link::Link;
@@ -26,10 +28,12 @@ use crate::region::Region;
 use crate::signal::Signal;
 use crate::source::Source;
 use crate::source::region::RegionSource;
-use crate::topology::ring::Schedule;
+use crate::tls::{ClientTls, ServerTls};
+use crate::topology::ring::{Schedule, Slots};
+use crate::verdict::{self, OnNonfinite, Place};
 use crate::wire::checksum::model_digest;
 use crate::wire::hello::{DataHello, Ticket};
-use crate::wire::keys::{Binding, Side};
+use crate::wire::keys::{self, Binding};
 use crate::wire::message::{AggregatorMessage, ClientMessage, RingTerms, Turn};
 
 /// How often a member that waits for a neighbour looks at its control channel.
@@ -53,14 +57,16 @@ pub struct Member {
     line: Line,
     binding: Binding,
     door: Door,
+    /// What the door shows, where all speak TLS; empty otherwise.
+    certificate: Vec<u8>,
     /// Where the left neighbour is to dial.
     host: String,
     port: u16,
     /// The round that was asked for last, and whether it has been run.
     asked: Option<u32>,
     stages: Vec<Stage>,
-    /// What the stages were made for: ranks, and bytes of the sums of a chunk.
-    staged_for: (usize, u64),
+    /// What the stages were made for: slots, and bytes of the sums of a chunk.
+    staged_for: (Slots, u64),
     canceller: Canceller,
     _heartbeat: Heartbeat,
 }
@@ -91,10 +97,12 @@ pub struct Outcome {
     pub ranks: Vec<(String, f64)>,
     /// The place of this host among them.
     pub rank: usize,
-    /// Bytes that this host sent to its right neighbour in the attempt that counts, checksums included.
+    /// Bytes that this host sent to its neighbours in the attempt that counts, checksums included.
     pub sent_bytes: u64,
-    /// Bytes that came from its left neighbour.
+    /// Bytes that came from its neighbours.
     pub received_bytes: u64,
+    /// What in the host's own update is NaN or infinite, where that may not count as it is.
+    pub nonfinite: Option<String>,
     /// What the attempt that counts took, from the meeting of the neighbours to the last byte.
     pub phase: Phase,
 }
@@ -107,6 +115,8 @@ enum Attempt {
     Halted,
     /// It cannot go on here.
     Broken { from_left: bool, to_right: bool, error: String, stalled: bool },
+    /// Our own update has numbers that are NaN or infinite.
+    Nonfinite { what: String },
 }
 
 impl Member {
@@ -128,11 +138,19 @@ impl Member {
         reader.set_deadline(silence)?;
         let listeners = Arc::new(Mutex::new(vec![writer.clone()]));
         let heartbeat = Heartbeat::start(listeners, ClientMessage::Alive, silence)?;
+        let (tls, certificate) = match config.client.tls {
+            None => (None, Vec::new()),
+            Some(_) => {
+                let at = |error| ClientError::Control { address: address.to_string(), error };
+                let made = ServerTls::self_signed().map_err(|error| at(error.into()))?;
+                (Some(made.0), made.1)
+            }
+        };
         let (listener, host) = listen(&config, local.ip())?;
         let port = listener.local_addr()?.port();
         let door = {
             let congestion = config.client.congestion.clone();
-            Door::open(listener, congestion, None, limits::MAX_VISITORS, nobody())?
+            Door::open(listener, congestion, tls, limits::MAX_VISITORS, nobody())?
         };
         let (sender, events) = mpsc::channel();
         let (reads, at) = (sender.clone(), address.to_string());
@@ -144,11 +162,12 @@ impl Member {
             line: Line { address: at, writer, events, sender },
             binding,
             door,
+            certificate,
             host,
             port,
             asked: None,
             stages: Vec::new(),
-            staged_for: (0, 0),
+            staged_for: (Slots::default(), 0),
             canceller: canceller.clone(),
             _heartbeat: heartbeat,
         })
@@ -200,28 +219,45 @@ impl Member {
         }
     }
 
-    /// Averages `source` with those of all others, weighted by `examples`, into `out`. Returns when every
-    /// host has the mean. A host that is lost meanwhile is left out, if the coordinator can do without,
-    /// and those who are left begin again. What is in `out` after an error is of no use.
+    /// [`Member::all_reduce_to`] into memory.
     ///
     /// # Errors
-    /// A ring that has ended, and why; a region of another size; a source that cannot be read.
+    /// As there; a region of another size.
     pub fn all_reduce(
         &mut self,
         source: &dyn Source,
         examples: f64,
         out: &mut Region,
     ) -> Result<Outcome, ClientError> {
-        let (bytes, model_bytes) = (out.bytes().len() as u64, self.manifest.data_bytes());
-        if bytes != model_bytes {
-            return Err(ClientError::Size { bytes, model_bytes });
+        self.all_reduce_to(source, examples, Target::Region(out))
+    }
+
+    /// Averages `source` with those of all others, weighted by `examples`, into `out`. Returns when every
+    /// host has the mean. A host that is lost meanwhile is left out, if the coordinator can do without,
+    /// and those who are left begin again. What is in `out` after an error is of no use.
+    ///
+    /// # Errors
+    /// A ring that has ended, and why; a region of another size; a source that cannot be read, or a sink
+    /// that fails.
+    pub fn all_reduce_to(
+        &mut self,
+        source: &dyn Source,
+        examples: f64,
+        mut out: Target<'_>,
+    ) -> Result<Outcome, ClientError> {
+        if let Target::Region(region) = &out {
+            let (bytes, model_bytes) = (region.bytes().len() as u64, self.manifest.data_bytes());
+            if bytes != model_bytes {
+                return Err(ClientError::Size { bytes, model_bytes });
+            }
         }
         if let Some(difference) = self.manifest.first_difference(source.manifest()) {
             return Err(ClientError::Model { difference });
         }
         let round = self.next_round()?.ok_or_else(|| self.over())?;
         self.asked = None;
-        let mut attempt = 0;
+        let (mut attempt, mut examples, mut nonfinite) = (0, examples, None);
+        let mut update = Update { source, nonfinite: self.nonfinite() };
         loop {
             let streams = self.make_ready(round, attempt, examples)?;
             let turn = match self.next()? {
@@ -236,7 +272,7 @@ impl Member {
             let meter = Meter::start("all-reduce", round);
             // Neighbours keep their connections until all have ended: one that closes would look broken.
             let mut held = Vec::new();
-            let done = match self.attempt(&turn, &streams, source, out, &mut held)? {
+            let done = match self.attempt(&turn, &streams, update, &mut out, &mut held)? {
                 Attempt::Done { digest, sent, came } => {
                     self.tell(&ClientMessage::Reduced { round, attempt, digest })?;
                     Some((sent, came, meter.stop(sent)))
@@ -255,6 +291,23 @@ impl Member {
                     self.tell(&broken)?;
                     None
                 }
+                Attempt::Nonfinite { what } => {
+                    update.nonfinite = Nonfinite::Zeroed;
+                    let rejects = self.terms.on_nonfinite == OnNonfinite::Reject;
+                    examples = if rejects { 0.0 } else { examples };
+                    tracing::warn!("round {round}: {what}");
+                    let reason = printable(&what);
+                    nonfinite = Some(what);
+                    self.tell(&ClientMessage::Broken {
+                        round,
+                        attempt,
+                        from_left: false,
+                        to_right: false,
+                        stalled: false,
+                        reason,
+                    })?;
+                    None
+                }
                 Attempt::Halted => {
                     attempt += 1;
                     continue;
@@ -270,6 +323,7 @@ impl Member {
                         ranks: turn.ranks,
                         sent_bytes: sent,
                         received_bytes: came,
+                        nonfinite,
                         phase,
                     });
                 }
@@ -303,6 +357,14 @@ impl Member {
             Happening::Message(AggregatorMessage::Failed { reason }) => self.line.ended(&reason),
             Happening::Lost(error) => self.line.control(error),
             _ => self.line.unexpected(),
+        }
+    }
+
+    /// What is done at first with numbers that are NaN or infinite.
+    fn nonfinite(&self) -> Nonfinite {
+        match self.terms.on_nonfinite {
+            OnNonfinite::Keep => Nonfinite::Kept,
+            OnNonfinite::Reject | OnNonfinite::Zero => Nonfinite::Found,
         }
     }
 
@@ -345,9 +407,10 @@ impl Member {
         };
         let tickets = Tickets { clients: HashMap::from([(attempt, pass)]), events };
         self.door.admit(self.terms.session, tickets);
-        let key = self.binding.veil(Side::Client, round, attempt, &key);
-        let (host, port) = (self.host.clone(), self.port);
-        self.tell(&ClientMessage::Ready { round, attempt, examples, host, port, key })?;
+        let key = self.binding.veil(keys::Side::Client, round, attempt, &key);
+        let (host, port, certificate) = (self.host.clone(), self.port, self.certificate.clone());
+        let ready = ClientMessage::Ready { round, attempt, examples, host, port, key, certificate };
+        self.tell(&ready)?;
         Ok(streams)
     }
 
@@ -358,7 +421,8 @@ impl Member {
             && within(ranks as u64, 1, limits::MAX_RANKS as u64)
             && within(turn.streams.into(), 1, limits::MAX_STREAMS as u64)
             && within(turn.chunk_bytes, limits::MIN_CHUNK_BYTES, limits::MAX_CHUNK_BYTES)
-            && (turn.rank as usize) < ranks;
+            && (turn.rank as usize) < ranks
+            && turn.right.is_empty() != self.schedule(turn, 0..0).has_right(turn.rank as usize);
         if valid {
             return Ok(());
         }
@@ -366,26 +430,34 @@ impl Member {
         Err(ClientError::Plan { address, why: "a turn that does not fit".into() })
     }
 
+    /// Who moves which of these chunks when.
+    fn schedule(&self, turn: &Turn, chunks: Range<usize>) -> Schedule {
+        Schedule::new(self.terms.shape, turn.ranks.len(), chunks)
+    }
+
     /// One attempt at an all-reduce.
     fn attempt(
         &mut self,
         turn: &Turn,
         streams: &Receiver<Event>,
-        source: &dyn Source,
-        out: &mut Region,
+        update: Update<'_>,
+        out: &mut Target<'_>,
         held: &mut Vec<Arc<DataChannel>>,
     ) -> Result<Attempt, ClientError> {
         let plan = |why: String| ClientError::Plan { address: self.line.address.clone(), why };
         let chunks = self.manifest.chunks(turn.chunk_bytes).map_err(|e| plan(e.to_string()))?;
         let examples: Vec<f64> = turn.ranks.iter().map(|(_, examples)| *examples).collect();
         let weights = Weights::new(&examples).map_err(|error| plan(error.to_string()))?;
-        let region = RegionSource::new(&self.manifest, out, turn.chunk_bytes, Vec::new());
-        let send_path = SendKind::choose(self.config.client.send_path, &region)?;
+        if turn.ranks.len() > 1 {
+            self.stage(turn, &chunks, matches!(out, Target::Region(_)))?;
+        }
+        let send_path = self.send_path(turn, out)?;
         let (sent, came) = (AtomicU64::new(0), AtomicU64::new(0));
         let task = Task {
             rank: turn.rank as usize,
             chunks: &chunks,
-            source,
+            source: update.source,
+            nonfinite: update.nonfinite,
             weights: &weights,
             send_path,
             receive_path: self.config.client.receive_path,
@@ -395,11 +467,11 @@ impl Member {
         };
         let mut sums = vec![0; chunks.len()];
         let ended = if turn.ranks.len() == 1 {
-            lane::alone(&task, out.bytes_mut().0, &mut sums).map_err(End::Fault)
+            let all = outs(out, &chunks.lanes(1), &chunks).pop();
+            all.map_or(Ok(()), |out| lane::alone(&task, out, &mut sums)).map_err(End::Fault)
         } else {
-            self.stage(turn, &chunks)?;
             let met = self.meet(turn, streams, held);
-            met.and_then(|(left, right)| self.run_lanes(turn, &task, (left, right), out, &mut sums))
+            met.and_then(|channels| self.run_lanes(turn, &task, channels, out, &mut sums))
         };
         match ended {
             Ok(()) => Ok(Attempt::Done {
@@ -411,25 +483,39 @@ impl Member {
             Err(End::Session(error)) => Err(error),
             Err(End::Fault(Fault::Cancelled)) => Err(ClientError::Cancelled),
             Err(End::Fault(Fault::Ours(error))) => Err(ours(error)),
-            Err(End::Fault(Fault::Link { from_left, to_right, error })) => {
+            Err(End::Fault(Fault::Nonfinite { chunk, index })) => {
+                let place = verdict::place(&self.manifest, &chunks, chunk, index);
+                let what = place.map_or_else(String::new, |place| {
+                    let Place { tensor, index } = place;
+                    format!("element {index} of tensor \"{tensor}\" is NaN or infinite")
+                });
+                Ok(Attempt::Nonfinite { what })
+            }
+            Err(End::Fault(Fault::Link { left, right, error })) => {
                 let stalled = matches!(error, TransferError::Stalled { .. });
                 let ranks = turn.ranks.len();
                 let name = |step: usize| &turn.ranks[(turn.rank as usize + step) % ranks].0;
-                let neighbour = if from_left { name(ranks - 1) } else { name(1) };
+                let neighbour = if left { name(ranks - 1) } else { name(1) };
                 let error = format!("neighbour \"{neighbour}\": {error}");
-                Ok(Attempt::Broken { from_left, to_right, error, stalled })
+                Ok(Attempt::Broken { from_left: left, to_right: right, error, stalled })
             }
         }
     }
 
     /// Makes room for sums on their way, or takes that of the last round.
-    fn stage(&mut self, turn: &Turn, chunks: &ChunkTable) -> Result<(), ClientError> {
+    fn stage(
+        &mut self,
+        turn: &Turn,
+        chunks: &ChunkTable,
+        keeps_mean: bool,
+    ) -> Result<(), ClientError> {
         let mut most = 1;
         for chunk in 0..chunks.len() {
             // The layout was checked in the beginning.
             most = most.max(reducer::sums_bytes(&chunks.get(chunk)).unwrap_or(0) as u64);
         }
-        let wanted = (turn.ranks.len(), most);
+        let slots = self.schedule(turn, 0..0).slots(turn.rank as usize, keeps_mean);
+        let wanted = (slots, most);
         if self.staged_for != wanted {
             self.stages.clear();
         }
@@ -441,29 +527,106 @@ impl Member {
         Ok(())
     }
 
-    /// Dials the right neighbour, and waits for the left one.
+    /// How this host sends: what it holds is always memory of its own, and a file.
+    fn send_path(&self, turn: &Turn, out: &Target<'_>) -> Result<SendKind, ClientError> {
+        let region = match out {
+            Target::Region(region) => region,
+            Target::Sink(_) => match self.stages.first() {
+                Some(stage) => stage.region(),
+                None => return Ok(SendKind::copying()),
+            },
+        };
+        let source = RegionSource::new(&self.manifest, region, turn.chunk_bytes, Vec::new());
+        Ok(SendKind::choose(self.config.client.send_path, &source)?)
+    }
+
+    /// Dials the right neighbour, and waits for the left one; gives the connections of each lane.
     fn meet(
         &self,
         turn: &Turn,
         streams: &Receiver<Event>,
         held: &mut Vec<Arc<DataChannel>>,
-    ) -> Result<(Channels, Channels), End> {
-        let deadline = Duration::from_millis(self.terms.deadline_ms);
-        let until = Instant::now() + deadline;
-        let key = self.binding.veil(Side::Aggregator, turn.round, turn.attempt, &turn.right_key);
-        let mut right = Vec::new();
-        for stream in 0..turn.streams {
-            let hello = DataHello::new(self.terms.session, turn.attempt, stream, &key);
-            let opened = dial(turn, &self.config.client.congestion, &hello, &key, until);
-            right.push(Arc::new(opened.map_err(|error| End::Fault(Fault::right(error)))?));
+    ) -> Result<Vec<Channels>, End> {
+        let (schedule, rank) = (self.schedule(turn, 0..0), turn.rank as usize);
+        let until = Instant::now() + Duration::from_millis(self.terms.deadline_ms);
+        let mut lanes: Vec<Channels> = (0..turn.streams).map(|_| [None, None]).collect();
+        if schedule.has_right(rank) {
+            self.dial_right(turn, until, &mut lanes)?;
         }
-        held.extend(right.iter().cloned());
-        let mut left = vec![None; turn.streams as usize];
-        while left.iter().any(Option::is_none) {
+        held.extend(lanes.iter().flatten().flatten().cloned());
+        if schedule.has_left(rank) {
+            self.await_left(turn, streams, until, &mut lanes)?;
+        }
+        held.extend(lanes.iter().filter_map(|[left, _]| left.clone()));
+        Ok(lanes)
+    }
+
+    fn dial_right(&self, turn: &Turn, until: Instant, lanes: &mut [Channels]) -> Result<(), End> {
+        let tls = self.pinned(turn).map_err(End::Session)?;
+        let key = &turn.right_key;
+        let key = self.binding.veil(keys::Side::Aggregator, turn.round, turn.attempt, key);
+        for (stream, [_, right]) in (0..).zip(lanes) {
+            let hello = DataHello::new(self.terms.session, turn.attempt, stream, &key);
+            let opened = self.dial(turn, tls.as_ref(), &hello, &key, until);
+            let opened = opened.map_err(|error| End::Fault(Fault::at(Side::Right, error)))?;
+            *right = Some(Arc::new(opened));
+        }
+        Ok(())
+    }
+
+    /// The right neighbour is nobody else than the one with this certificate, which came over a channel that
+    /// the coordinator has proven to own.
+    fn pinned(&self, turn: &Turn) -> Result<Option<ClientTls>, ClientError> {
+        let invalid = |error: TlsError| ClientError::Plan {
+            address: self.line.address.clone(),
+            why: format!("the certificate of the right neighbour: {error}"),
+        };
+        match self.config.client.tls {
+            None => Ok(None),
+            Some(_) => ClientTls::pinned(&turn.right_certificate).map(Some).map_err(invalid),
+        }
+    }
+
+    fn dial(
+        &self,
+        turn: &Turn,
+        tls: Option<&ClientTls>,
+        hello: &DataHello,
+        key: &Ticket,
+        until: Instant,
+    ) -> Result<DataChannel, TransferError> {
+        let left = until.saturating_duration_since(Instant::now()).max(GLANCE);
+        let mut addresses = turn.right.as_str().to_socket_addrs()?;
+        let address =
+            addresses.next().ok_or_else(|| std::io::Error::from(std::io::ErrorKind::NotFound))?;
+        let socket = control::dial(address, &self.config.client.congestion, left)?;
+        socket.set_write_timeout(Some(left))?;
+        let link = Link::dialled(socket, tls, until);
+        match link.and_then(|link| channel::open(link, hello, key, until)) {
+            Ok(Ok(channel)) => Ok(channel),
+            Ok(Err(_)) => Err(TransferError::Closed),
+            Err(ControlError::Io(error)) => Err(error.into()),
+            Err(ControlError::Tls(error)) => Err(std::io::Error::other(error).into()),
+            Err(ControlError::Silent) => {
+                Err(TransferError::Stalled { seconds: left.as_secs_f64() })
+            }
+            Err(_) => Err(TransferError::Closed),
+        }
+    }
+
+    fn await_left(
+        &self,
+        turn: &Turn,
+        streams: &Receiver<Event>,
+        until: Instant,
+        lanes: &mut [Channels],
+    ) -> Result<(), End> {
+        let fault = |error| Err(End::Fault(Fault::at(Side::Left, error)));
+        while lanes.iter().any(|[left, _]| left.is_none()) {
             match streams.recv_timeout(GLANCE) {
-                Ok(Event::Stream { stream, channel, .. }) => match left.get_mut(stream as usize) {
-                    Some(place) => *place = Some(Arc::new(channel)),
-                    None => return Err(End::Fault(Fault::left(TransferError::TooMuch))),
+                Ok(Event::Stream { stream, channel, .. }) => match lanes.get_mut(stream as usize) {
+                    Some([left, _]) => *left = Some(Arc::new(channel)),
+                    None => return fault(TransferError::TooMuch),
                 },
                 Ok(_) | Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Err(End::Halted),
@@ -472,12 +635,11 @@ impl Member {
                 return Err(self.end_of(turn, happening));
             }
             if Instant::now() > until {
-                let error = TransferError::Stalled { seconds: deadline.as_secs_f64() };
-                return Err(End::Fault(Fault::left(error)));
+                let seconds = self.terms.deadline_ms as f64 / 1000.0;
+                return fault(TransferError::Stalled { seconds });
             }
         }
-        held.extend(left.iter().flatten().cloned());
-        Ok((left.into_iter().flatten().collect(), right))
+        Ok(())
     }
 
     /// Why an attempt ends when this happens.
@@ -498,32 +660,26 @@ impl Member {
         &mut self,
         turn: &Turn,
         task: &Task<'_>,
-        (left, right): (Channels, Channels),
-        out: &mut Region,
+        channels: Vec<Channels>,
+        out: &mut Target<'_>,
         sums: &mut [u64],
     ) -> Result<(), End> {
         let host = |error| End::Session(ClientError::Host(error));
         let ranges = task.chunks.lanes(turn.streams as usize);
         let signals: std::io::Result<Vec<Signal>> = ranges.iter().map(|_| Signal::new()).collect();
         let signals = signals.map_err(host)?;
-        let position = out.position();
+        let shape = self.terms.shape;
+        let outs = outs(out, &ranges, task.chunks);
         let mut stages = std::mem::take(&mut self.stages);
         let ended = std::thread::scope(|scope| {
-            let (mut out, file) = out.bytes_mut();
             let mut sums = sums;
-            let neighbours = left.into_iter().zip(right);
-            let parts = ranges.iter().zip(&mut stages).zip(&signals).zip(neighbours);
-            for (((range, stage), signal), (left, right)) in parts {
-                let bytes = task.chunks.bytes_of(range);
-                let (own_out, rest) = out.split_at_mut((bytes.end - bytes.start) as usize);
-                out = rest;
+            let parts = ranges.iter().zip(&mut stages).zip(&signals).zip(channels).zip(outs);
+            for ((((range, stage), signal), channels), out) in parts {
                 let (own_sums, rest) = sums.split_at_mut(range.len());
                 sums = rest;
                 let part = LanePart {
-                    schedule: Schedule::new(turn.ranks.len(), range.clone()),
-                    out: own_out,
-                    out_start: bytes.start,
-                    out_file: Some((file, position + bytes.start)),
+                    schedule: Schedule::new(shape, turn.ranks.len(), range.clone()),
+                    out,
                     sums: own_sums,
                     first_chunk: range.start,
                     stage,
@@ -532,7 +688,7 @@ impl Member {
                 let (says, reports) = (self.line.sender.clone(), self.line.sender.clone());
                 let work = move || {
                     // Nobody listens any more when the member has ended.
-                    let _ = says.send(Happening::Lane(lane::run(task, part, left, right)));
+                    let _ = says.send(Happening::Lane(lane::run(task, part, channels)));
                     Ok(())
                 };
                 start_lane(scope, work, move |result| {
@@ -574,8 +730,33 @@ impl Member {
     }
 }
 
-/// The data channels to one neighbour, by stream.
-type Channels = Vec<Arc<DataChannel>>;
+/// What a host brings.
+#[derive(Clone, Copy)]
+struct Update<'a> {
+    source: &'a dyn Source,
+    nonfinite: Nonfinite,
+}
+
+/// The part of each lane in the output.
+fn outs<'a>(out: &'a mut Target<'_>, lanes: &[Range<usize>], chunks: &ChunkTable) -> Vec<Out<'a>> {
+    let region = match out {
+        Target::Sink(sink) => return lanes.iter().map(|_| Out::Passed(*sink)).collect(),
+        Target::Region(region) => region,
+    };
+    let position = region.position();
+    let (mut rest, file) = region.bytes_mut();
+    let mut outs = Vec::new();
+    for lane in lanes {
+        let Range { start, end } = chunks.bytes_of(lane);
+        let (bytes, behind) = rest.split_at_mut((end - start) as usize);
+        rest = behind;
+        outs.push(Out::Kept { bytes, start, file: (file, position + start) });
+    }
+    outs
+}
+
+/// The data channels of a lane, to the left and to the right neighbour.
+type Channels = [Option<Arc<DataChannel>>; 2];
 
 /// Why an attempt ended.
 enum End {
@@ -610,6 +791,7 @@ fn ours(error: LaneError) -> ClientError {
     match error {
         LaneError::Peer { error: TransferError::Region(error), .. } => error.into(),
         LaneError::Peer { error: TransferError::Source(error), .. } => error.into(),
+        LaneError::Peer { error: TransferError::Sink(error), .. } => error.into(),
         error => ClientError::Lane(error),
     }
 }
@@ -651,30 +833,8 @@ fn nobody() -> Reception {
     Reception {
         secret: Box::new(|_| None),
         welcome: Box::new(|visit| match visit {
-            Visit::Join(joined) => refuse(&joined.channel, "this is a member of a ring"),
-            Visit::Call { channel, .. } => refuse(&channel, "this is a member of a ring"),
+            Visit::Join(joined) => refuse(&joined.channel, "this is a member of a ring or chain"),
+            Visit::Call { channel, .. } => refuse(&channel, "this is a member of a ring or chain"),
         }),
-    }
-}
-
-fn dial(
-    turn: &Turn,
-    congestion: &Congestion,
-    hello: &DataHello,
-    key: &Ticket,
-    until: Instant,
-) -> Result<DataChannel, TransferError> {
-    let left = until.saturating_duration_since(Instant::now()).max(GLANCE);
-    let mut addresses = turn.right.as_str().to_socket_addrs()?;
-    let address =
-        addresses.next().ok_or_else(|| std::io::Error::from(std::io::ErrorKind::NotFound))?;
-    let socket = control::dial(address, congestion, left)?;
-    socket.set_write_timeout(Some(left))?;
-    match channel::open(Link::plain(socket), hello, key, until) {
-        Ok(Ok(channel)) => Ok(channel),
-        Ok(Err(_)) => Err(TransferError::Closed),
-        Err(ControlError::Io(error)) => Err(error.into()),
-        Err(ControlError::Silent) => Err(TransferError::Stalled { seconds: left.as_secs_f64() }),
-        Err(_) => Err(TransferError::Closed),
     }
 }

@@ -25,6 +25,7 @@ use half::{bf16, f16};
 use super::{Piece, Source, fill_by_elements};
 use crate::error::SourceError;
 use crate::manifest::{Dtype, Manifest};
+use crate::reducer::{Kernel, Level};
 
 /// Random parameters for a manifest.
 #[derive(Clone, Debug)]
@@ -58,7 +59,7 @@ impl Generator {
             let items = (1 << 32) - u64::from(hashes.first);
             let take = bytes.len().min(usize::try_from(items * item_bytes).unwrap_or(usize::MAX));
             let (now, later) = bytes.split_at_mut(take);
-            hashes.fill(dtype, now);
+            Level::best().run(Fill { hashes, dtype, out: now });
             item += items;
             bytes = later;
         }
@@ -101,6 +102,20 @@ fn lowbias32(mut x: u32) -> u32 {
     x ^ (x >> 16)
 }
 
+/// Parameters of one dtype, made of hashes.
+struct Fill<'a> {
+    hashes: Hashes,
+    dtype: Dtype,
+    out: &'a mut [u8],
+}
+
+impl Kernel for Fill<'_> {
+    #[inline(always)]
+    fn run(self) {
+        self.hashes.fill(self.dtype, self.out);
+    }
+}
+
 /// The hashes of neighbouring items.
 #[derive(Clone, Copy)]
 struct Hashes {
@@ -114,6 +129,7 @@ impl Hashes {
         lowbias32(self.first.wrapping_add(index as u32) ^ self.key)
     }
 
+    #[inline(always)]
     fn fill(self, dtype: Dtype, out: &mut [u8]) {
         match dtype {
             Dtype::F64 => self.each(out, |hash| (f64::from(hash as i32) / UNIT_F64).to_le_bytes()),

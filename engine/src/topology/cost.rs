@@ -404,7 +404,8 @@ impl Network {
     /// Bytes of a chunk in a ring.
     fn chunk_bytes(&self, hosts: usize) -> f64 {
         let most = limits::RING_CHUNK_BYTES;
-        super::ring::chunk_bytes(self.model.bytes, hosts, 2, most) as f64
+        let widening = self.model.sum_bytes.div_ceil(self.model.bytes.max(1));
+        super::ring::chunk_bytes(self.model.bytes, hosts, 2, most, widening) as f64
     }
 
     /// Transfers that all run at once, chunk by chunk: the slowest sets the time, and the way of a chunk, which

@@ -6,6 +6,8 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use super::hello::{Place, SessionId, Ticket};
+use crate::topology::Shape;
+use crate::verdict::OnNonfinite;
 
 /// A checksum as it travels: eight bytes, little-endian.
 pub type WireSum = [u8; 8];
@@ -88,6 +90,8 @@ pub enum ClientMessage {
         port: u16,
         /// What the left neighbour's data channels must prove to know, veiled.
         key: Ticket,
+        /// With TLS: its certificate (DER) for this session; empty without.
+        certificate: Vec<u8>,
     },
     /// In a ring: the whole mean is here, and this is its digest.
     Reduced {
@@ -104,9 +108,9 @@ pub enum ClientMessage {
         round: u32,
         /// The attempt.
         attempt: u32,
-        /// Nothing usable comes from the left neighbour.
+        /// Nothing usable comes from the left neighbour, or nothing goes back to it.
         from_left: bool,
-        /// Nothing goes to the right neighbour.
+        /// Nothing goes to the right neighbour, or nothing usable comes back from it.
         to_right: bool,
         /// Only silence was the sign.
         stalled: bool,
@@ -234,7 +238,7 @@ pub enum AggregatorMessage {
     },
 }
 
-/// What all rounds of a ring have in common.
+/// What all rounds of a ring or chain have in common.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RingTerms {
     /// The session.
@@ -245,6 +249,10 @@ pub struct RingTerms {
     pub deadline_ms: u64,
     /// The safetensors header of the model, for a client that has joined without one.
     pub header: Vec<u8>,
+    /// In which way the hosts average.
+    pub shape: Shape,
+    /// What each does with its own update if elements of it are NaN or infinite.
+    pub on_nonfinite: OnNonfinite,
 }
 
 /// One attempt at an all-reduce, as one rank has to know it.
@@ -262,10 +270,12 @@ pub struct Turn {
     pub streams: u32,
     /// Most bytes of a chunk.
     pub chunk_bytes: u64,
-    /// Where the right neighbour listens.
+    /// Where the right neighbour listens; empty for who has none.
     pub right: String,
     /// What must be proven there, veiled.
     pub right_key: Ticket,
+    /// With TLS: the certificate that it must have; empty without.
+    pub right_certificate: Vec<u8>,
 }
 
 /// Consecutive chunks, by their numbers in the model.

@@ -1,52 +1,33 @@
 //! Hosts that die, at every phase: the others go on without them, exactly, or end with the same error.
 
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::{sleep, spawn};
 use std::time::Duration;
 
-use fedlane::client::Canceller;
 use fedlane::error::SourceError;
 use fedlane::manifest::{Dtype, Manifest};
 use fedlane::ring::RingConfig;
 use fedlane::source::Source;
 use fedlane::source::generator::Generator;
+use fedlane::topology::Shape;
 use fedlane::wire::hello::Secret;
 
-use crate::common::{check, config, coordinate, join, manifest, member, reduce, update};
-
-/// An update whose host dies when so many bytes of it have been read.
-struct Mortal {
-    update: Generator,
-    read: AtomicU64,
-    dies_at: u64,
-    canceller: Mutex<Option<Canceller>>,
-}
-
-impl Source for Mortal {
-    fn manifest(&self) -> &Manifest {
-        self.update.manifest()
-    }
-
-    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), SourceError> {
-        let read = self.read.fetch_add(out.len() as u64, Ordering::SeqCst) + out.len() as u64;
-        if read >= self.dies_at
-            && let Some(canceller) = self.canceller.lock().unwrap().take()
-        {
-            canceller.cancel("");
-        }
-        self.update.read(offset, out)
-    }
-}
+use crate::common::{Mortal, check, config, coordinate, join, manifest, member, reduce, update};
 
 fn model() -> Manifest {
     manifest(&[("w", Dtype::F32, &[1_000_000]), ("h", Dtype::BF16, &[100_001])])
 }
 
-/// A ring of four whose host 2 dies at this byte of its update; what the others have, or their errors.
-fn ring_of_four(dies_at: u64, min_ranks: usize) -> Vec<Result<Vec<u8>, String>> {
+/// Four of whom one dies at this byte of its update; what the others have, or their errors.
+fn four(
+    shape: Shape,
+    mortal: usize,
+    dies_at: u64,
+    min_ranks: usize,
+) -> Vec<Result<Vec<u8>, String>> {
     let model = model();
-    let config = RingConfig { min_ranks: Some(min_ranks), chunk_bytes: 16 << 10, ..config(4) };
+    let min_ranks = Some(min_ranks);
+    let config = RingConfig { shape, min_ranks, chunk_bytes: 16 << 10, ..config(4) };
     let (address, coordinator) = coordinate(config);
     let hosts: Vec<_> = (0..4)
         .map(|rank| {
@@ -55,42 +36,113 @@ fn ring_of_four(dies_at: u64, min_ranks: usize) -> Vec<Result<Vec<u8>, String>> 
                 let name = format!("host-{rank}");
                 let (mut member, canceller) = join(address, member(&name, Secret::OPEN), &model);
                 let update = update(&model, rank);
-                if rank != 2 {
+                if rank != mortal {
                     let reduced = reduce(&mut member, &update, (rank + 1) as f64);
                     return reduced.map(|reduced| reduced.mean).map_err(|e| e.to_string());
                 }
-                let canceller = Mutex::new(Some(canceller));
-                let source = Mortal { update, read: AtomicU64::new(0), dies_at, canceller };
-                let reduced = reduce(&mut member, &source, 3.0);
+                let source = Mortal::new(update, dies_at, canceller);
+                let reduced = reduce(&mut member, &source, (rank + 1) as f64);
                 reduced.map(|reduced| reduced.mean).map_err(|e| e.to_string())
             })
         })
         .collect();
     let mut ended: Vec<_> = hosts.into_iter().map(|host| host.join().unwrap()).collect();
+    ended.remove(mortal).unwrap_err();
     // How it ends here is how it ended there.
     assert_eq!(coordinator.join().unwrap().is_ok(), ended[0].is_ok());
-    ended.remove(2).unwrap_err();
     ended
 }
+
+/// Who dies: in a ring all are alike, in a chain an end is not like the middle.
+const MORTALS: [(Shape, usize); 4] =
+    [(Shape::Ring, 2), (Shape::Chain, 0), (Shape::Chain, 2), (Shape::Chain, 3)];
 
 #[test]
 fn the_others_go_on_without_a_host_that_dies() {
     let bytes = model().data_bytes();
-    for dies_at in [1, bytes / 3, bytes / 2, bytes - 1] {
-        let ended = ring_of_four(dies_at, 3);
-        let means: Vec<Vec<u8>> = ended.into_iter().map(Result::unwrap).collect();
-        assert!(means.iter().all(|mean| *mean == means[0]));
-        check(&model(), &means[0], &[(0, 1.0), (1, 2.0), (3, 4.0)]);
+    for (shape, mortal) in MORTALS {
+        for dies_at in [1, bytes / 3, bytes / 2, bytes - 1] {
+            let ended = four(shape, mortal, dies_at, 3);
+            let means: Vec<Vec<u8>> = ended.into_iter().map(Result::unwrap).collect();
+            assert!(means.iter().all(|mean| *mean == means[0]));
+            let left = (0..4).filter(|rank| *rank != mortal);
+            let left: Vec<_> = left.map(|rank| (rank, (rank + 1) as f64)).collect();
+            check(&model(), &means[0], &left);
+        }
     }
 }
 
 #[test]
 fn all_hear_the_same_when_too_few_are_left() {
-    for dies_at in [1, model().data_bytes() / 2] {
-        let errors: Vec<String> =
-            ring_of_four(dies_at, 4).into_iter().map(Result::unwrap_err).collect();
-        assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
-        assert!(errors[0].contains("host-2"), "{errors:?}");
+    for (shape, mortal) in MORTALS {
+        for dies_at in [1, model().data_bytes() / 2] {
+            let ended = four(shape, mortal, dies_at, 4);
+            let errors: Vec<String> = ended.into_iter().map(Result::unwrap_err).collect();
+            assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
+            assert!(errors[0].contains(&format!("host-{mortal}")), "{errors:?}");
+        }
+    }
+}
+
+/// An update that cannot be read further for a while, as on a disk that hangs.
+struct Stuck {
+    update: Generator,
+    left: AtomicU64,
+}
+
+impl Source for Stuck {
+    fn manifest(&self) -> &Manifest {
+        self.update.manifest()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), SourceError> {
+        if self.left.fetch_sub(1, Ordering::SeqCst) == 0 {
+            sleep(Duration::from_secs(4));
+        }
+        self.update.read(offset, out)
+    }
+}
+
+#[test]
+fn the_others_go_on_without_a_host_that_stands_still() {
+    let model = model();
+    for (shape, stuck) in MORTALS {
+        let config = RingConfig {
+            shape,
+            min_ranks: Some(3),
+            chunk_bytes: 16 << 10,
+            streams: Some(1),
+            deadline: Duration::from_secs(1),
+            ..config(4)
+        };
+        let (address, coordinator) = coordinate(config);
+        let hosts: Vec<_> = (0..4)
+            .map(|rank| {
+                let model = model.clone();
+                spawn(move || {
+                    let name = format!("host-{rank}");
+                    let (mut member, _canceller) =
+                        join(address, member(&name, Secret::OPEN), &model);
+                    let update = update(&model, rank);
+                    let source: Box<dyn Source> = if rank == stuck {
+                        Box::new(Stuck { update, left: AtomicU64::new(100) })
+                    } else {
+                        Box::new(update)
+                    };
+                    let reduced = reduce(&mut member, source.as_ref(), (rank + 1) as f64);
+                    reduced.map(|reduced| reduced.mean).map_err(|error| error.to_string())
+                })
+            })
+            .collect();
+        let mut ended: Vec<_> = hosts.into_iter().map(|host| host.join().unwrap()).collect();
+        let lost = ended.remove(stuck).unwrap_err();
+        assert!(lost.contains(&format!("host-{stuck}")), "{lost}");
+        let means: Vec<Vec<u8>> = ended.into_iter().map(Result::unwrap).collect();
+        assert!(means.iter().all(|mean| *mean == means[0]));
+        let left = (0..4).filter(|rank| *rank != stuck);
+        let left: Vec<_> = left.map(|rank| (rank, (rank + 1) as f64)).collect();
+        check(&model, &means[0], &left);
+        coordinator.join().unwrap().unwrap();
     }
 }
 

@@ -10,11 +10,13 @@ use fedlane::manifest::{Dtype, Manifest};
 use fedlane::ring::RingConfig;
 use fedlane::source::Source;
 use fedlane::source::generator::Generator;
+use fedlane::topology::Shape;
 use fedlane::wire::hello::Secret;
 use proptest::prelude::*;
 
 use crate::common::{
-    Reduced, check, config, coordinate, join, manifest, member, reduce, run, update,
+    BOTH, Reduced, check, config, coordinate, join, manifest, member, models, reduce, run, update,
+    weights,
 };
 
 fn all_same(manifest: &Manifest, reduced: &[Reduced], weights: &[f64]) {
@@ -27,41 +29,8 @@ fn all_same(manifest: &Manifest, reduced: &[Reduced], weights: &[f64]) {
     check(manifest, &reduced[0].mean, &ranks);
 }
 
-const DTYPES: [Dtype; 13] = [
-    Dtype::F32,
-    Dtype::F16,
-    Dtype::BF16,
-    Dtype::F64,
-    Dtype::I8,
-    Dtype::I16,
-    Dtype::I32,
-    Dtype::I64,
-    Dtype::U8,
-    Dtype::U16,
-    Dtype::U32,
-    Dtype::U64,
-    Dtype::BOOL,
-];
-
-fn models() -> impl Strategy<Value = Manifest> {
-    let tensor = (prop::sample::select(&DTYPES[..]), prop_oneof![0_u64..5, 0_u64..40_000]);
-    prop::collection::vec(tensor, 0..6).prop_map(|tensors| {
-        let tensors = tensors
-            .into_iter()
-            .enumerate()
-            .map(|(index, (dtype, elements))| (format!("t{index}"), dtype, vec![elements]));
-        Manifest::from_tensors(tensors, &Default::default()).unwrap()
-    })
-}
-
-fn weights() -> impl Strategy<Value = Vec<f64>> {
-    let weight = prop_oneof![Just(0.0), 1.0..10.0, (1_u32..1_000_000).prop_map(f64::from)];
-    prop::collection::vec(weight, 2..=8)
-        .prop_filter("somebody counts", |weights| weights.iter().any(|w| *w > 0.0))
-}
-
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
 
     #[test]
     fn any_model_any_weights_any_ring(
@@ -69,8 +38,9 @@ proptest! {
         weights in weights(),
         streams in 1_usize..4,
         chunk_bytes in prop::sample::select(&[4 << 10, 64 << 10, 512 << 10][..]),
+        shape in prop::sample::select(&BOTH[..]),
     ) {
-        let config = RingConfig { streams: Some(streams), chunk_bytes, ..config(weights.len()) };
+        let config = RingConfig { shape, streams: Some(streams), chunk_bytes, ..config(weights.len()) };
         all_same(&model, &run(config, &model, &weights), &weights);
     }
 }
@@ -79,7 +49,9 @@ proptest! {
 fn sixty_four_hosts() {
     let model = manifest(&[("w", Dtype::F32, &[300_001]), ("b", Dtype::BF16, &[7])]);
     let weights: Vec<f64> = (1..=64).map(f64::from).collect();
-    all_same(&model, &run(config(64), &model, &weights), &weights);
+    for shape in BOTH {
+        all_same(&model, &run(RingConfig { shape, ..config(64) }, &model, &weights), &weights);
+    }
 }
 
 /// A host that is slow with its first chunks, so that all others run ahead as far as they can.
@@ -102,10 +74,10 @@ impl Source for Slow {
 }
 
 #[test]
-fn a_ring_does_not_wait_for_itself() {
+fn no_host_waits_for_itself() {
     let model = manifest(&[("w", Dtype::F32, &[500_000])]);
-    for ranks in [2, 3, 4, 7] {
-        let config = RingConfig { streams: Some(1), chunk_bytes: 4 << 10, ..config(ranks) };
+    for (ranks, shape) in [2, 3, 4, 7].into_iter().flat_map(|n| BOTH.map(|shape| (n, shape))) {
+        let config = RingConfig { shape, streams: Some(1), chunk_bytes: 4 << 10, ..config(ranks) };
         let (address, coordinator) = coordinate(config);
         let hosts: Vec<_> = (0..ranks)
             .map(|rank| {
@@ -144,6 +116,19 @@ fn a_host_sends_its_share_of_the_model_and_no_more() {
             assert!((sent / share - 1.0).abs() < 0.001, "{ranks} ranks: {sent} of {share}");
             let came = reduced.outcome.received_bytes as f64;
             assert!((came / share - 1.0).abs() < 0.001, "{ranks} ranks: {came} of {share}");
+        }
+    }
+}
+
+#[test]
+fn a_host_of_a_chain_sends_sums_to_the_right_and_the_mean_to_the_left() {
+    let model = manifest(&[("w", Dtype::F32, &[8 << 20])]);
+    let config = RingConfig { shape: Shape::Chain, ..config(4) };
+    let reduced = run(config, &model, &[1.0; 4]);
+    for (rank, reduced) in reduced.iter().enumerate() {
+        let share = model.data_bytes() as f64 * if rank % 3 == 0 { 1.0 } else { 2.0 };
+        for moved in [reduced.outcome.sent_bytes, reduced.outcome.received_bytes] {
+            assert!((moved as f64 / share - 1.0).abs() < 0.001, "rank {rank}: {moved} of {share}");
         }
     }
 }

@@ -1,6 +1,8 @@
 //! One example of everything that crosses the wire, with its parts named.
 
 use fedlane::manifest::Manifest;
+use fedlane::topology::Shape;
+use fedlane::verdict::OnNonfinite;
 use fedlane::wire::checksum::{chunk_sum, model_digest};
 use fedlane::wire::frame;
 use fedlane::wire::hello::{Answer, Channel, DataHello, Opening, Preamble, Reply, Secret};
@@ -333,6 +335,8 @@ fn aggregator_messages() -> Vec<Example> {
                 rounds: 300,
                 deadline_ms: 30_000,
                 header: Vec::new(),
+                shape: Shape::Ring,
+                on_nonfinite: OnNonfinite::Reject,
             }),
             &[
                 (1, "message 10: ring"),
@@ -340,6 +344,8 @@ fn aggregator_messages() -> Vec<Example> {
                 (2, "rounds: 300"),
                 (3, "deadline_ms: 30,000"),
                 (1, "header: none"),
+                (1, "shape: ring"),
+                (1, "on_nonfinite: reject"),
             ],
         ),
         example("11-turn", AggregatorMessage::Turn(turn()), TURN_PARTS),
@@ -433,6 +439,7 @@ const READY_PARTS: &[(usize, &str)] = &[
     (1, "host: where this comes from"),
     (3, "port 40,000"),
     (32, "key, veiled"),
+    (1, "certificate: none"),
 ];
 
 fn ready() -> ClientMessage {
@@ -444,6 +451,7 @@ fn ready() -> ClientMessage {
         host: String::new(),
         port: 40_000,
         key,
+        certificate: Vec::new(),
     }
 }
 
@@ -464,6 +472,7 @@ const TURN_PARTS: &[(usize, &str)] = &[
     (1, "right neighbour: 14 bytes"),
     (14, "\"10.0.0.1:40000\""),
     (32, "its key, veiled"),
+    (1, "its certificate: none"),
 ];
 
 fn turn() -> Turn {
@@ -476,6 +485,7 @@ fn turn() -> Turn {
         chunk_bytes: 524_288,
         right: "10.0.0.1:40000".into(),
         right_key: binding().veil(Side::Aggregator, 1, 0, &TICKET),
+        right_certificate: Vec::new(),
     }
 }
 
