@@ -7,7 +7,7 @@ use std::thread::spawn;
 use std::time::Duration;
 
 use fedlane::aggregator::AggregatorConfig;
-use fedlane::client::Canceller;
+use fedlane::client::{Canceller, ClientConfig};
 use fedlane::edge::EdgeConfig;
 use fedlane::error::SourceError;
 use fedlane::lane::receive::Order;
@@ -21,6 +21,9 @@ use crate::common::{
     start_edge, take_part,
 };
 use crate::means::generated;
+
+/// How long broken connections are dialled again, where they are.
+const RECONNECT: Duration = Duration::from_secs(10);
 
 const ORDERS: [Order; 2] = [Order::Arrival, Order::Client];
 
@@ -62,11 +65,16 @@ struct Outcome {
 type Victim = (Middle, Vec<Part>);
 
 /// Runs a tree of two edges with two clients each and a client. The first edge is made by `victim`.
-fn tree(order: Order, victim: impl FnOnce(SocketAddr, AggregatorConfig) -> Victim) -> Outcome {
+fn tree(
+    order: Order,
+    reconnect: Duration,
+    victim: impl FnOnce(SocketAddr, AggregatorConfig) -> Victim,
+) -> Outcome {
     let config = AggregatorConfig { min_clients: Some(1), clients: 3, ..config(order) };
     // Who is lost before there is a session is not waited for without end.
     let round_deadline = Some(Duration::from_secs(30));
-    let (address, top) = serve(AggregatorConfig { round_deadline, ..config.clone() });
+    let top = AggregatorConfig { round_deadline, reconnect, ..config.clone() };
+    let (address, top) = serve(top);
     let below = AggregatorConfig { min_clients: None, clients: 2, ..config };
     let (edge, clients) = victim(address, below.clone());
     let updates: Vec<Node> = updates().into_iter().map(|(_, u)| Node::Client(u)).collect();
@@ -85,9 +93,10 @@ fn tree(order: Order, victim: impl FnOnce(SocketAddr, AggregatorConfig) -> Victi
     Outcome { mean, leaves, victims }
 }
 
-/// An edge behind a proxy, with two honest clients.
-fn edge_behind(address: SocketAddr, below: &AggregatorConfig) -> Victim {
-    let above = EdgeConfig { above: client(&name(0), 0.0), below: below.clone(), local_rounds: 1 };
+/// An edge behind a proxy, with two honest clients. It dials again for so long.
+fn edge_behind(address: SocketAddr, below: &AggregatorConfig, reconnect: Duration) -> Victim {
+    let above = ClientConfig { reconnect: Some(reconnect), ..client(&name(0), 0.0) };
+    let above = EdgeConfig { above, below: below.clone(), local_rounds: 1 };
     let (at, edge) = start_edge(address, above);
     let nodes: Vec<Node> =
         updates().into_iter().take(2).map(|(_, update)| Node::Client(update)).collect();
@@ -96,55 +105,72 @@ fn edge_behind(address: SocketAddr, below: &AggregatorConfig) -> Victim {
     (edge, parts)
 }
 
-fn behind(plan: Plan, order: Order) -> (Outcome, Vec<Traffic>) {
+fn behind(plan: Plan, order: Order, reconnect: Duration) -> (Outcome, Vec<Traffic>) {
     let mut proxy = None;
-    let outcome = tree(order, |address, below| {
+    let outcome = tree(order, reconnect, |address, below| {
         let started = proxy.insert(Proxy::start(address, plan));
-        edge_behind(started.address(), &below)
+        edge_behind(started.address(), &below, reconnect)
     });
     (outcome, proxy.unwrap().traffic())
 }
 
-/// Bytes of the greeting on a control channel: before it is over there is no session to be lost from.
-const GREETING_BYTES: u64 = 1_000;
+/// Bytes of the greeting on a control channel, up and down: before it is over there is no session to be
+/// lost from. And on a data channel.
+const GREETING_BYTES: [u64; 2] = [1_000, 300];
+const HELLO_BYTES: [u64; 2] = [68, 44];
+
+/// One fault of the first edge's connection at many bytes. Gives for each whose updates are in the mean.
+fn sweep(order: Order, kind: &Kind, then: Then, reconnect: Duration) -> Vec<(String, Vec<String>)> {
+    let (whole, traffic) = behind(Plan::honest(), order, reconnect);
+    assert_eq!(counted(&whole.mean, &whole.leaves, order).len(), 5);
+    assert!(whole.victims.iter().all(Result::is_ok), "{:?}", whole.victims);
+    let mut points = Vec::new();
+    for (channel, which, greeting) in [
+        (Channel::Control, Which::Control(0), GREETING_BYTES),
+        (Channel::Data, Which::Data(0), HELLO_BYTES),
+    ] {
+        let usual = traffic.iter().find(|one| one.channel == channel).unwrap();
+        for (direction, bytes, first) in [
+            (Direction::Up, usual.left_client, greeting[0]),
+            (Direction::Down, usual.left_aggregator, greeting[1]),
+        ] {
+            for part in 0..6 {
+                let at_byte = first + bytes.saturating_sub(first) * part / 6;
+                let faults = vec![Fault { which, direction, at_byte, kind: kind.clone() }];
+                let (outcome, _) = behind(Plan { faults, then }, order, reconnect);
+                let point = format!("{which:?} {direction:?} {at_byte} {order:?}");
+                points.push((point, counted(&outcome.mean, &outcome.leaves, order)));
+            }
+        }
+    }
+    points
+}
 
 #[test]
 fn an_edge_that_is_gone_takes_its_clients_with_it_and_nothing_else() {
     for order in ORDERS {
-        let (whole, traffic) = behind(Plan::honest(), order);
-        assert_eq!(counted(&whole.mean, &whole.leaves, order).len(), 5);
-        assert!(whole.victims.iter().all(Result::is_ok), "{:?}", whole.victims);
         let (mut lost, mut kept) = (0, 0);
-        for channel in [Channel::Control, Channel::Data] {
-            for direction in [Direction::Up, Direction::Down] {
-                let usual = traffic.iter().find(|one| one.channel == channel).unwrap();
-                let (bytes, first, which) = match (direction, channel) {
-                    (Direction::Up, Channel::Control) => {
-                        (usual.left_client, GREETING_BYTES, Which::Control(0))
-                    }
-                    (Direction::Up, _) => (usual.left_client, 68, Which::Data(0)),
-                    (Direction::Down, Channel::Control) => {
-                        (usual.left_aggregator, 300, Which::Control(0))
-                    }
-                    (Direction::Down, _) => (usual.left_aggregator, 44, Which::Data(0)),
-                };
-                for part in 0..6 {
-                    let at_byte = first + bytes.saturating_sub(first) * part / 6;
-                    let kind = Kind::Drop(Scope::All);
-                    let faults = vec![Fault { which, direction, at_byte, kind }];
-                    let (outcome, _) = behind(Plan { faults, then: Then::Refuse }, order);
-                    let names = counted(&outcome.mean, &outcome.leaves, order);
-                    let point = format!("{which:?} {direction:?} {at_byte} {order:?}");
-                    assert!(names.contains(&name(2)) && names.len() >= 3, "{point}: {names:?}");
-                    match names.len() {
-                        3 => lost += 1,
-                        5 => kept += 1,
-                        _ => panic!("{point}: {names:?}"),
-                    }
-                }
+        let gone = Kind::Drop(Scope::All);
+        for (point, names) in sweep(order, &gone, Then::Refuse, Duration::ZERO) {
+            assert!(names.contains(&name(2)), "{point}: {names:?}");
+            match names.len() {
+                3 => lost += 1,
+                5 => kept += 1,
+                _ => panic!("{point}: {names:?}"),
             }
         }
         assert!(lost > 4 && kept > 4, "{order:?}: lost {lost} times, kept {kept} times");
+    }
+}
+
+#[test]
+fn an_edge_whose_connection_breaks_goes_on_where_it_was() {
+    for order in ORDERS {
+        for kind in [Kind::Reset(Scope::All), Kind::Drop(Scope::Connection)] {
+            for (point, names) in sweep(order, &kind, Then::Open, RECONNECT) {
+                assert_eq!(names.len(), 5, "{point}: {names:?}");
+            }
+        }
     }
 }
 
@@ -199,7 +225,7 @@ fn a_client_of_an_edge_that_dies_is_named_at_the_top() {
     for order in ORDERS {
         for part in 0..4 {
             let dies_at = update.bytes.len() as u64 * part / 3;
-            let outcome = tree(order, |address, below| {
+            let outcome = tree(order, Duration::ZERO, |address, below| {
                 let below = AggregatorConfig { min_clients: Some(1), ..below };
                 with_mortal((address, below), update.clone(), dies_at)
             });
@@ -218,7 +244,7 @@ fn a_client_of_an_edge_that_dies_is_named_at_the_top() {
 fn an_edge_that_needs_all_of_its_clients_ends_without_one() {
     let update = &updates()[1].1;
     for order in ORDERS {
-        let outcome = tree(order, |address, below| {
+        let outcome = tree(order, Duration::ZERO, |address, below| {
             with_mortal((address, below), update.clone(), update.bytes.len() as u64 / 2)
         });
         assert_eq!(counted(&outcome.mean, &outcome.leaves, order).len(), 3);
@@ -235,7 +261,7 @@ fn an_update_that_is_not_finite_is_named_at_the_top() {
     bytes[4..8].copy_from_slice(&f32::NAN.to_le_bytes());
     update.bytes = bytes.into();
     for order in ORDERS {
-        let outcome = tree(order, |address, below| {
+        let outcome = tree(order, Duration::ZERO, |address, below| {
             let below = AggregatorConfig { min_clients: Some(1), ..below };
             with_mortal((address, below), update.clone(), u64::MAX)
         });
@@ -247,8 +273,9 @@ fn an_update_that_is_not_finite_is_named_at_the_top() {
 
 #[test]
 fn the_whole_tree_has_one_order() {
-    let outcome = tree(Order::Client, |address, below| {
-        edge_behind(address, &AggregatorConfig { order: Order::Arrival, ..below })
+    let outcome = tree(Order::Client, Duration::ZERO, |address, below| {
+        let below = AggregatorConfig { order: Order::Arrival, ..below };
+        edge_behind(address, &below, Duration::ZERO)
     });
     assert_eq!(counted(&outcome.mean, &outcome.leaves, Order::Client).len(), 3);
     let why = outcome.leaves[0].left_out.clone().unwrap();
@@ -260,8 +287,11 @@ fn the_whole_tree_has_one_order() {
 fn a_star_takes_no_edges() {
     let below = AggregatorConfig { tree: false, ..config(Order::Arrival) };
     let (address, top) = serve(AggregatorConfig { clients: 1, ..below });
-    let (edge, parts) =
-        edge_behind(address, &AggregatorConfig { clients: 2, ..config(Order::Arrival) });
+    let (edge, parts) = edge_behind(
+        address,
+        &AggregatorConfig { clients: 2, ..config(Order::Arrival) },
+        Duration::ZERO,
+    );
     let why = edge.join().unwrap().unwrap_err().to_string();
     assert!(why.contains("takes none: start it with --topology tree"), "{why}");
     assert!(top.join().unwrap().unwrap_err().to_string().contains("takes none"));
@@ -272,8 +302,8 @@ fn a_star_takes_no_edges() {
 fn an_edge_without_an_aggregator_above_ends_its_clients_too() {
     for order in ORDERS {
         let proxy = Proxy::start(([127, 0, 0, 1], 9).into(), Plan::honest());
-        let (edge, parts) =
-            edge_behind(proxy.address(), &AggregatorConfig { clients: 2, ..config(order) });
+        let below = AggregatorConfig { clients: 2, ..config(order) };
+        let (edge, parts) = edge_behind(proxy.address(), &below, Duration::ZERO);
         assert!(edge.join().unwrap().unwrap_err().to_string().starts_with("above this edge: "));
         for part in parts {
             let why = part.join().unwrap().unwrap_err().to_string();
