@@ -39,6 +39,22 @@ pub struct Edge {
     client: client::Canceller,
 }
 
+/// Ends an edge from another thread, whatever it waits for.
+#[derive(Clone)]
+pub struct EdgeCanceller {
+    above: client::Canceller,
+    below: Canceller,
+}
+
+impl EdgeCanceller {
+    /// Makes the call that runs, or else the next one, fail. The aggregator above hears `reason`, and the
+    /// clients that the edge was stopped.
+    pub fn cancel(&self, reason: &str) {
+        self.above.cancel(reason);
+        self.below.cancel();
+    }
+}
+
 /// What an edge has done.
 #[derive(Clone, Debug, PartialEq)]
 pub enum EdgeStep {
@@ -123,6 +139,11 @@ impl Edge {
     /// Where clients can dial.
     pub fn address(&self) -> SocketAddr {
         self.aggregator.address()
+    }
+
+    /// Ends this edge, or what it becomes, from another thread.
+    pub fn canceller(&self) -> EdgeCanceller {
+        EdgeCanceller { above: self.client.clone(), below: self.aggregator.canceller() }
     }
 
     /// Waits until all clients have joined, and then joins the aggregator at `above`.

@@ -10,6 +10,7 @@ use fedlane::error::AggregatorError;
 use fedlane::lane::receive::Order;
 use fedlane::limits;
 use fedlane::manifest::Manifest;
+use fedlane::topology::tree::Leaf;
 use fedlane::verdict::{OnNonfinite, Rejection, UpdatePolicy, UpdateReport, Verdict};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -23,13 +24,14 @@ use crate::region::Region;
 
 /// The process that averages: it listens, waits for its clients and runs rounds.
 ///
-/// Aggregator(address, *, clients, min_clients=None, rounds=1, order="arrival", deadline_ms=30000,
+/// Aggregator(address, *, clients, min_clients=None, rounds=1, order="arrival", topology="star", deadline_ms=30000,
 /// round_deadline=None, reconnect=None, on_nonfinite="reject", clip_norm=None, on_loss="auto",
 /// max_model_bytes=None, progress=None, secret=None, insecure=False, tls_cert=None, tls_key=None,
 /// tls_client_ca=None, allow=None) listens at once. `address` is "HOST:PORT"; port 0 takes a free one, and
 /// 0.0.0.0 lets other machines in. `clients` is how many are waited for, `rounds` how many rounds there will be.
 /// order="client" adds the clients' updates up in the order of their names, so that the mean has the
-/// same bits whoever comes first. A peer that is silent for `deadline_ms` milliseconds is given up.
+/// same bits whoever comes first. With topology="tree" clients may be edges (fedlane.Edge), which bring the sums of
+/// clients of their own. A peer that is silent for `deadline_ms` milliseconds is given up.
 ///
 /// Where other machines can reach it, it takes a `secret`, TLS or insecure=True. `secret` is 32 bytes
 /// that all clients know too, bytes.fromhex() of the file that `fedlane cert --secret FILE` makes. It
@@ -90,10 +92,13 @@ struct Outcome {
 
 impl Outcome {
     fn of(session: &Session) -> Outcome {
-        let owned = |(name, why): (&str, &str)| (name.to_owned(), why.to_owned());
+        // In a star these are the clients.
+        let leaves = session.leaves();
+        let is_in = |leaf: &&Leaf| leaf.left_out.is_none();
+        let left_out = |leaf: &Leaf| Some((leaf.name.clone(), leaf.left_out.clone()?));
         Outcome {
-            counted: session.counted().map(str::to_owned).collect(),
-            left_out: session.left_out().map(owned).collect(),
+            counted: leaves.iter().filter(is_in).map(|leaf| leaf.name.clone()).collect(),
+            left_out: leaves.iter().filter_map(left_out).collect(),
             updates: session.updates().to_vec(),
         }
     }
@@ -232,10 +237,21 @@ impl State {
     }
 }
 
+pub fn parse_order(order: &str) -> PyResult<Order> {
+    match order {
+        "arrival" => Ok(Order::Arrival),
+        "client" => Ok(Order::Client),
+        other => {
+            let text = format!("order is \"arrival\" or \"client\", not {other:?}");
+            Err(PyValueError::new_err(text))
+        }
+    }
+}
+
 #[pymethods]
 impl Aggregator {
     #[new]
-    #[pyo3(signature = (address, *, clients, min_clients=None, rounds=1, order="arrival", deadline_ms=30_000, round_deadline=None, reconnect=None, on_nonfinite="reject", clip_norm=None, on_loss="auto", max_model_bytes=None, progress=None, secret=None, insecure=false, tls_cert=None, tls_key=None, tls_client_ca=None, allow=None))]
+    #[pyo3(signature = (address, *, clients, min_clients=None, rounds=1, order="arrival", topology="star", deadline_ms=30_000, round_deadline=None, reconnect=None, on_nonfinite="reject", clip_norm=None, on_loss="auto", max_model_bytes=None, progress=None, secret=None, insecure=false, tls_cert=None, tls_key=None, tls_client_ca=None, allow=None))]
     #[allow(clippy::too_many_arguments)] // They have names in Python.
     fn new(
         py: Python<'_>,
@@ -244,6 +260,7 @@ impl Aggregator {
         min_clients: Option<usize>,
         rounds: u32,
         order: &str,
+        topology: &str,
         deadline_ms: u64,
         round_deadline: Option<f64>,
         reconnect: Option<f64>,
@@ -259,11 +276,12 @@ impl Aggregator {
         tls_client_ca: Option<PathBuf>,
         allow: Option<Vec<String>>,
     ) -> PyResult<Aggregator> {
-        let order = match order {
-            "arrival" => Order::Arrival,
-            "client" => Order::Client,
+        let order = parse_order(order)?;
+        let tree = match topology {
+            "star" => false,
+            "tree" => true,
             other => {
-                let text = format!("order is \"arrival\" or \"client\", not {other:?}");
+                let text = format!("topology is \"star\" or \"tree\", not {other:?}");
                 return Err(PyValueError::new_err(text));
             }
         };
@@ -301,6 +319,7 @@ impl Aggregator {
             min_clients,
             rounds,
             order,
+            tree,
             deadline,
             round_deadline,
             reconnect: reconnect.unwrap_or(deadline),
@@ -331,7 +350,8 @@ impl Aggregator {
         self.address.to_string()
     }
 
-    /// Names of the clients whose updates are in the newest mean, in the order of the names.
+    /// Names of the clients whose updates are in the newest mean, in the order of the names. Those below an edge
+    /// have its name and a slash before theirs.
     #[getter]
     fn counted(&self) -> Vec<String> {
         self.outcome().counted

@@ -5,12 +5,13 @@
 //! adding its clients to it, one after the other: the operations of a flat average, in its order.
 
 use std::ops::Range;
-use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use super::broadcast::{Broadcast, Fold};
 use super::gather::bad_weight;
-use super::members::{Link, Notice, unexpected};
+use super::members::{Link, Notice, Peer, unexpected};
 use super::round::Regions;
 use super::upload::{Base, Upload, UploadClock};
 use super::{AggregatorConfig, Averaging, Lanes, Model, PeerShared, Session};
@@ -76,7 +77,7 @@ pub(super) fn note(
     let ClientMessage::Leaves { round, scale, in_order, first, leaves, last } = message else {
         return Err(refused);
     };
-    let current = shared.round.load(std::sync::atomic::Ordering::SeqCst);
+    let current = shared.round.load(Ordering::SeqCst);
     // Of an edge that was left out.
     if (1..current).contains(&round) {
         return Ok(None);
@@ -163,7 +164,7 @@ impl Session {
         self.round += 1;
         self.updates.clear();
         self.release_updates();
-        let last = self.model.take().and_then(|model| std::sync::Arc::into_inner(model.region));
+        let last = self.model.take().and_then(|model| Arc::into_inner(model.region));
         last.into_iter().for_each(|region| self.pool.give_back(region));
         let began = Instant::now();
         let absent = self.absent();
@@ -182,7 +183,7 @@ impl Session {
         edges.iter().for_each(|&edge| self.counted[edge] = true);
         self.await_reports(&edges, began)?;
         self.tree().collected = Some(collected);
-        if !edges.is_empty() && !self.is_in_order() {
+        if self.has_edges() && !self.is_in_order() {
             self.collect_sums()?;
         }
         Ok(())
@@ -206,7 +207,7 @@ impl Session {
             self.note_rejected();
         }
         let (sums, mut updates) = received?;
-        let sums = sums.and_then(|sums| std::sync::Arc::into_inner(sums.region));
+        let sums = sums.and_then(|sums| Arc::into_inner(sums.region));
         if self.keeps_updates() {
             self.clean(&mut updates)?;
             sums.into_iter().for_each(|region| self.pool.give_back(region));
@@ -225,10 +226,12 @@ impl Session {
 
     /// To begin a round: edges need not wait until clients have sent.
     pub(super) fn ask_edges(&self) {
-        let round = self.round;
-        for (index, peer) in self.members.peers.iter().enumerate() {
-            if peer.shared.is_edge() {
-                self.members.tell(index, &AggregatorMessage::Upload { round });
+        let upload = AggregatorMessage::Upload { round: self.round };
+        let absent = self.absent();
+        let edges = self.members.peers.iter().map(|peer| peer.shared.is_edge());
+        for (index, is_edge) in edges.enumerate() {
+            if is_edge && !absent[index] {
+                self.members.tell(index, &upload);
             }
         }
     }
@@ -317,10 +320,10 @@ impl Session {
 
     /// Weights of everyone below one client: of an edge's clients, or its own.
     fn weights_of(&self, peer: usize) -> Vec<f64> {
-        let peer_ = &self.members.peers[peer];
-        match (self.counted[peer], peer_.shared.report()) {
+        let Peer { shared, examples, .. } = &self.members.peers[peer];
+        match (self.counted[peer], shared.report()) {
             (true, Some(report)) => report.weights(),
-            (true, None) => vec![peer_.examples],
+            (true, None) => vec![*examples],
             (false, Some(report)) => vec![0.0; report.leaves.len()],
             (false, None) => vec![0.0],
         }
@@ -375,12 +378,8 @@ impl Session {
         if clients.contains(&true) {
             sums = Some(self.add_updates(scale, &clients, sums)?);
         }
-        let collected = self.tree().collected.as_mut();
-        collected.into_iter().for_each(|collected| {
-            collected.scale = scale;
-            collected.sums = sums.take();
-        });
-        self.release_updates_of_collected();
+        self.release_updates();
+        self.tree().collected = Some(Collected { updates: Vec::new(), sums, scale });
         Ok(())
     }
 
@@ -655,7 +654,7 @@ impl Session {
             }
             None => regions.into_accumulator()?,
         };
-        self.model = Some(Model { region: std::sync::Arc::new(region), sums: checks });
+        self.model = Some(Model { region: Arc::new(region), sums: checks });
         self.phases.push(meter.stop(self.manifest().data_bytes()));
         Ok(())
     }
@@ -674,12 +673,6 @@ impl Session {
         let collected = self.tree.as_mut().and_then(|tree| tree.collected.take());
         let regions = collected.into_iter().flat_map(|c| c.updates.into_iter().chain(c.sums));
         regions.for_each(|region| self.pool.give_back(region));
-    }
-
-    fn release_updates_of_collected(&mut self) {
-        let collected = self.tree.as_mut().and_then(|tree| tree.collected.as_mut());
-        let updates = collected.map(|collected| std::mem::take(&mut collected.updates));
-        updates.into_iter().flatten().for_each(|region| self.pool.give_back(region));
     }
 
     /// Most bytes of a chunk.

@@ -255,6 +255,27 @@ fn an_edge_that_needs_all_of_its_clients_ends_without_one() {
 }
 
 #[test]
+fn a_tree_that_has_lost_all_of_its_edges_goes_on_as_a_star() {
+    for order in ORDERS {
+        let config =
+            AggregatorConfig { min_clients: Some(1), clients: 2, rounds: 3, ..config(order) };
+        let (address, top) = serve(config.clone());
+        let below = AggregatorConfig { min_clients: None, ..config };
+        let updates = updates();
+        let middle = updates[1].1.bytes.len() as u64 / 2;
+        let (edge, victims) = with_mortal((address, below.clone()), updates[1].1.clone(), middle);
+        let (mut parts, mut edges) = (Vec::new(), Vec::new());
+        start(&[Node::Client(updates[4].1.clone())], 2, address, &below, 1, &mut parts, &mut edges);
+        for (mean, leaves) in top.join().unwrap().unwrap() {
+            assert_eq!(counted(&mean, &leaves, order), [name(2)]);
+        }
+        assert_eq!(parts.remove(0).join().unwrap().unwrap().len(), 3);
+        edge.join().unwrap().unwrap_err();
+        victims.into_iter().for_each(|victim| drop(victim.join().unwrap().unwrap_err()));
+    }
+}
+
+#[test]
 fn an_update_that_is_not_finite_is_named_at_the_top() {
     let mut update = updates().remove(1).1;
     let mut bytes = update.bytes.to_vec();
