@@ -27,8 +27,9 @@ use crate::sink::Sink;
 use crate::sink::mean::{MeanSink, Wave};
 use crate::sink::region::{Part, RegionSink};
 use crate::source::region::RegionSource;
+use crate::sums::SumTable;
 use crate::topology::tree::{Hearing, Leaf, SumsReport};
-use crate::verdict::OnNonfinite;
+use crate::verdict::{Findings, OnNonfinite};
 use crate::wire::checksum::model_digest;
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
@@ -101,6 +102,13 @@ impl PeerShared {
 
     pub(super) fn is_edge(&self) -> bool {
         self.edge.is_some()
+    }
+
+    /// Other sums will come than those that came before in this round, if any did.
+    fn await_sums(&self) {
+        self.sums.get().into_iter().for_each(SumTable::clear);
+        self.findings.get().into_iter().for_each(Findings::clear);
+        self.began.store(false, Ordering::SeqCst);
     }
 
     pub(super) fn forget_report(&self) {
@@ -348,7 +356,6 @@ impl Session {
 
     /// Receives the sums of all edges at once, and adds up everything.
     fn collect_sums(&mut self) -> Result<(), AggregatorError> {
-        let scale = self.scale(&self.weights())?;
         let edges: Vec<bool> =
             self.members.peers.iter().map(|peer| peer.shared.is_edge()).collect();
         let part = |peer: usize| {
@@ -356,6 +363,12 @@ impl Session {
             (if edges[peer] { self.weights_of(peer) } else { vec![0.0] }, of)
         };
         let parts: Vec<_> = (0..edges.len()).map(part).collect();
+        // Of one who is alone now, but was not when he was added up, the sums have a scale.
+        let of_counted = |(weights, of): &(Vec<f64>, WeightScale)| {
+            weights.iter().any(|&weight| weight > 0.0).then_some(*of)
+        };
+        let scale = self.scale(&self.weights())?;
+        let scale = scale.or_else(|| parts.iter().find_map(of_counted).flatten());
         let factors = Weights::factors(&parts, scale);
         let lost: Vec<bool> =
             edges.iter().zip(&self.counted).map(|(edge, counted)| !(edge & counted)).collect();
@@ -579,8 +592,10 @@ impl Session {
     ) -> Result<Option<Region>, AggregatorError> {
         let mut region = self.take_accumulator()?;
         let Some(tree) = &self.tree else { return Ok(None) };
+        self.members.peers[edge].shared.await_sums();
         let round = self.round;
-        let before = Some(AggregatorMessage::Fold { round, scale, seed });
+        // Who has sums to begin from has heard it with them.
+        let before = seed.is_none().then_some(AggregatorMessage::Fold { round, scale, seed });
         let upload = Upload { min_clients: 0, before, ..self.upload };
         let clock = UploadClock::start(round);
         let lost: Vec<bool> = (0..self.members.peers.len()).map(|peer| peer != edge).collect();
