@@ -93,16 +93,18 @@ impl Edge {
         loop {
             let step = edge.step();
             phases = report_phases(&edge, output, phases);
-            report_updates(edge.session(), output);
+            // Of a round that is over, or that ended with an error.
+            if !matches!(step, Ok(EdgeStep::Model { .. } | EdgeStep::Done)) {
+                report_updates(edge.session(), output);
+            }
             match step? {
                 EdgeStep::Local { round, leaves } => {
                     report_leaves(&leaves, round, "local round", output);
                 }
                 EdgeStep::Round { round, counted, leaves } => {
                     report_round(round, counted, &leaves, output);
-                    rounds = round;
                 }
-                EdgeStep::Model { .. } => {}
+                EdgeStep::Model { round } => rounds = round,
                 EdgeStep::Done => break,
             }
         }

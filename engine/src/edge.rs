@@ -42,6 +42,22 @@ pub struct Edge {
     client: client::Canceller,
 }
 
+/// Ends an edge from another thread, whatever it waits for.
+#[derive(Clone)]
+pub struct EdgeCanceller {
+    above: client::Canceller,
+    below: Canceller,
+}
+
+impl EdgeCanceller {
+    /// Makes the call that runs, or else the next one, fail. The aggregator above hears `reason`, and the
+    /// clients that the edge was stopped.
+    pub fn cancel(&self, reason: &str) {
+        self.above.cancel(reason);
+        self.below.cancel();
+    }
+}
+
 /// What an edge has done.
 #[derive(Clone, Debug, PartialEq)]
 pub enum EdgeStep {
@@ -128,6 +144,11 @@ impl Edge {
         self.aggregator.address()
     }
 
+    /// Ends this edge, or what it becomes, from another thread.
+    pub fn canceller(&self) -> EdgeCanceller {
+        EdgeCanceller { above: self.client.clone(), below: self.aggregator.canceller() }
+    }
+
     /// Waits until all clients have joined, and then joins the aggregator at `above`.
     ///
     /// # Errors
@@ -209,8 +230,8 @@ impl RunningEdge {
         if let Some(step) = self.said_next.take() {
             return Ok(Some(step));
         }
-        if let Some(local) = self.next_local_round()? {
-            return Ok(Some(local));
+        if self.collected.as_ref().is_some_and(|round| round.report.is_none()) {
+            return self.next_local_round();
         }
         match self.client.next_edge_task().map_err(is_above)? {
             EdgeTask::Task(Task::Upload { round }) => self.upload(round),
@@ -226,12 +247,9 @@ impl RunningEdge {
     /// Rounds below before the one whose sums go up.
     fn next_local_round(&mut self) -> Result<Option<EdgeStep>, AggregatorError> {
         let most = self.local_rounds - 1;
-        let Some(open) = self.collected.as_mut().filter(|round| round.report.is_none()) else {
-            return Ok(None);
-        };
+        let Some(open) = &mut self.collected else { return Ok(None) };
         if open.local == most {
-            self.collect()?;
-            return Ok(None);
+            return self.collect();
         }
         open.local += 1;
         self.while_wanted(Session::round)?;
@@ -241,7 +259,7 @@ impl RunningEdge {
     }
 
     /// Receives everything from below, and says above whose it is.
-    fn collect(&mut self) -> Result<(), AggregatorError> {
+    fn collect(&mut self) -> Result<Option<EdgeStep>, AggregatorError> {
         self.while_wanted(Session::collect_tree)?;
         let report = self.session.sums_report();
         let sums = match report.in_order {
@@ -251,10 +269,10 @@ impl RunningEdge {
                 Some(self.seal(region, None)?)
             }
         };
-        let Some(open) = &mut self.collected else { return Ok(()) };
+        let Some(open) = &mut self.collected else { return Ok(None) };
         (open.sums, open.report) = (sums, Some(report));
         let round = open.round;
-        self.upload(round).map(drop)
+        self.upload(round)
     }
 
     fn upload(&mut self, round: u32) -> Result<Option<EdgeStep>, AggregatorError> {

@@ -3,7 +3,7 @@
 //!
 //! The files follow the bytes: [`source`] -> [`sender`] -> [`wire`] -> [`receiver`] ->
 //! [`reducer`] -> [`sink`]. [`lane`] joins them in its hot loops; [`aggregator`] and [`client`]
-//! run lanes for a session. [`manifest`] says what the bytes mean, [`limits`] bounds everything
+//! run lanes for a session, and an [`edge`] is both. [`manifest`] says what the bytes mean, [`limits`] bounds everything
 //! a peer or a file can make us hold, [`paths`] is the one table of ways into and out of the
 //! kernel.
 #![deny(unsafe_code)]

@@ -4,6 +4,7 @@ them while they arrive."""
 from ._core import (
     Aggregator,
     Client,
+    Edge,
     FedlaneError,
     ModelError,
     OutOfMemory,
@@ -18,6 +19,7 @@ from ._core import (
 __all__ = [
     "Aggregator",
     "Client",
+    "Edge",
     "FedlaneError",
     "ModelError",
     "OutOfMemory",

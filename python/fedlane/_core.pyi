@@ -9,6 +9,7 @@ __all__ = [
     "Client",
     "Deposit",
     "DlpackTensor",
+    "Edge",
     "Exchange",
     "FedlaneError",
     "GoneError",
@@ -88,6 +89,12 @@ class Region:
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
 
+class _EdgeRound(TypedDict):
+    round: int
+    counted: bool
+    clients: list[str]
+    left_out: dict[str, str]
+
 class _Update(TypedDict):
     client: str
     round: int
@@ -112,6 +119,7 @@ class Aggregator:
         min_clients: int | None = None,
         rounds: int = 1,
         order: Literal["arrival", "client"] = "arrival",
+        topology: Literal["star", "tree"] = "star",
         deadline_ms: int = 30_000,
         round_deadline: float | None = None,
         reconnect: float | None = None,
@@ -149,6 +157,30 @@ class Aggregator:
         trace: TracebackType | None,
         /,
     ) -> None: ...
+
+@final
+class Edge:
+    def __new__(
+        cls,
+        address: str,
+        above: str,
+        *,
+        clients: int,
+        name: str,
+        local_rounds: int = 1,
+        min_clients: int | None = None,
+        order: Literal["arrival", "client"] = "arrival",
+        deadline_ms: int = 30_000,
+        secret: bytes | None = None,
+        above_secret: bytes | None = None,
+        insecure: bool = False,
+        tls_cert: _Path | None = None,
+        tls_key: _Path | None = None,
+        above_tls_ca: _Path | None = None,
+    ) -> Self: ...
+    @property
+    def address(self) -> str: ...
+    def run(self) -> list[_EdgeRound]: ...
 
 @final
 class Ring:

@@ -11,6 +11,7 @@ use fedlane::lane::receive::Order;
 use fedlane::limits;
 use fedlane::manifest::Manifest;
 use fedlane::named::Named;
+use fedlane::topology::tree::Leaf;
 use fedlane::verdict::{OnNonfinite, Rejection, UpdatePolicy, UpdateReport, Verdict};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -24,13 +25,14 @@ use crate::region::Region;
 
 /// The process that averages: it listens, waits for its clients and runs rounds.
 ///
-/// Aggregator(address, *, clients, min_clients=None, rounds=1, order="arrival", deadline_ms=30000,
+/// Aggregator(address, *, clients, min_clients=None, rounds=1, order="arrival", topology="star", deadline_ms=30000,
 /// round_deadline=None, reconnect=None, on_nonfinite="reject", clip_norm=None, on_loss="auto",
 /// max_model_bytes=None, progress=None, secret=None, insecure=False, tls_cert=None, tls_key=None,
 /// tls_client_ca=None, allow=None) listens at once. `address` is "HOST:PORT"; port 0 takes a free one, and
 /// 0.0.0.0 lets other machines in. `clients` is how many are waited for, `rounds` how many rounds there will be.
 /// order="client" adds the clients' updates up in the order of their names, so that the mean has the
-/// same bits whoever comes first. A peer that is silent for `deadline_ms` milliseconds is given up.
+/// same bits whoever comes first. With topology="tree" clients may be edges (fedlane.Edge), which bring the sums of
+/// clients of their own. A peer that is silent for `deadline_ms` milliseconds is given up.
 ///
 /// Where other machines can reach it, it takes a `secret`, TLS or insecure=True. `secret` is 32 bytes
 /// that all clients know too, bytes.fromhex() of the file that `fedlane cert --secret FILE` makes. It
@@ -91,10 +93,13 @@ struct Outcome {
 
 impl Outcome {
     fn of(session: &Session) -> Outcome {
-        let owned = |(name, why): (&str, &str)| (name.to_owned(), why.to_owned());
+        // In a star these are the clients.
+        let leaves = session.leaves();
+        let is_in = |leaf: &&Leaf| leaf.left_out.is_none();
+        let left_out = |leaf: &Leaf| Some((leaf.name.clone(), leaf.left_out.clone()?));
         Outcome {
-            counted: session.counted().map(str::to_owned).collect(),
-            left_out: session.left_out().map(owned).collect(),
+            counted: leaves.iter().filter(is_in).map(|leaf| leaf.name.clone()).collect(),
+            left_out: leaves.iter().filter_map(left_out).collect(),
             updates: session.updates().to_vec(),
         }
     }
@@ -236,7 +241,7 @@ impl State {
 #[pymethods]
 impl Aggregator {
     #[new]
-    #[pyo3(signature = (address, *, clients, min_clients=None, rounds=1, order="arrival", deadline_ms=30_000, round_deadline=None, reconnect=None, on_nonfinite="reject", clip_norm=None, on_loss="auto", max_model_bytes=None, progress=None, secret=None, insecure=false, tls_cert=None, tls_key=None, tls_client_ca=None, allow=None))]
+    #[pyo3(signature = (address, *, clients, min_clients=None, rounds=1, order="arrival", topology="star", deadline_ms=30_000, round_deadline=None, reconnect=None, on_nonfinite="reject", clip_norm=None, on_loss="auto", max_model_bytes=None, progress=None, secret=None, insecure=false, tls_cert=None, tls_key=None, tls_client_ca=None, allow=None))]
     #[allow(clippy::too_many_arguments)] // They have names in Python.
     fn new(
         py: Python<'_>,
@@ -245,6 +250,7 @@ impl Aggregator {
         min_clients: Option<usize>,
         rounds: u32,
         order: &str,
+        topology: &str,
         deadline_ms: u64,
         round_deadline: Option<f64>,
         reconnect: Option<f64>,
@@ -261,6 +267,14 @@ impl Aggregator {
         allow: Option<Vec<String>>,
     ) -> PyResult<Aggregator> {
         let order: Order = by_name("order", order)?;
+        let tree = match topology {
+            "star" => false,
+            "tree" => true,
+            other => {
+                let text = format!("topology is \"star\" or \"tree\", not {other:?}");
+                return Err(PyValueError::new_err(text));
+            }
+        };
         let on_nonfinite: OnNonfinite = by_name("on_nonfinite", on_nonfinite)?;
         let on_loss: OnLoss = by_name("on_loss", on_loss)?;
         let deadline = Duration::from_millis(deadline_ms);
@@ -278,6 +292,7 @@ impl Aggregator {
             min_clients,
             rounds,
             order,
+            tree,
             deadline,
             round_deadline,
             reconnect: reconnect.unwrap_or(deadline),
@@ -308,7 +323,8 @@ impl Aggregator {
         self.address.to_string()
     }
 
-    /// Names of the clients whose updates are in the newest mean, in the order of the names.
+    /// Names of the clients whose updates are in the newest mean, in the order of the names. Those below an edge
+    /// have its name and a slash before theirs.
     #[getter]
     fn counted(&self) -> Vec<String> {
         self.outcome().counted

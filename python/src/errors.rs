@@ -112,7 +112,9 @@ impl IntoPyErr for AggregatorError {
             AggregatorError::Config { .. } | AggregatorError::ClipNorm { .. } => {
                 PyValueError::new_err(text)
             }
-            AggregatorError::Client { .. } => PeerError::new_err(text),
+            AggregatorError::Client { .. } | AggregatorError::Above { .. } => {
+                PeerError::new_err(text)
+            }
             AggregatorError::Region(_) => OutOfMemory::new_err(text),
             AggregatorError::Initial { .. }
             | AggregatorError::Nonfinite { .. }

@@ -7,6 +7,7 @@ mod client;
 mod descriptor;
 mod door;
 mod dtypes;
+mod edge;
 mod errors;
 mod exchange;
 mod export;
@@ -26,6 +27,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<region::Region>()?;
     module.add_class::<aggregator::Aggregator>()?;
     module.add_class::<client::Client>()?;
+    module.add_class::<edge::Edge>()?;
     module.add_class::<ring::Ring>()?;
     module.add_class::<views::DlpackTensor>()?;
     module.add_function(wrap_pyfunction!(files::save, module)?)?;

@@ -153,7 +153,7 @@ fn an_edge_that_is_killed() {
             .collect();
         let waits = directory.path().join("in-training");
         let train =
-            format!("if [ $FEDLANE_ROUND = 2 ]; then touch {}; sleep 60; fi", waits.display());
+            format!("if [ $FEDLANE_ROUND = 2 ]; then touch {}; exec sleep 60; fi", waits.display());
         let leaves: Vec<Process> = members
             .iter()
             .zip(&mut edges)

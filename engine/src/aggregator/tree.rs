@@ -5,14 +5,15 @@
 //! adding its clients to it, one after the other: the operations of a flat average, in its order.
 
 use std::ops::Range;
-use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use super::broadcast::{Broadcast, Fold};
 use super::entry::bad_weight;
 use super::event::{PeerShared, unexpected};
 use super::lanes::{Lanes, Model, Regions};
-use super::members::{Link, Notice};
+use super::members::{Link, Notice, Peer};
 use super::upload::{Base, Upload, UploadClock};
 use super::{AggregatorConfig, Averaging, Session};
 use crate::error::{AggregatorError, Fault, LaneError, ProtocolError, ReducerError};
@@ -27,8 +28,9 @@ use crate::sink::Sink;
 use crate::sink::mean::{MeanSink, Wave};
 use crate::sink::region::{Part, RegionSink};
 use crate::source::region::RegionSource;
+use crate::sums::SumTable;
 use crate::topology::tree::{Hearing, Leaf, SumsReport};
-use crate::verdict::OnNonfinite;
+use crate::verdict::{Findings, OnNonfinite};
 use crate::wire::checksum::model_digest;
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
@@ -77,7 +79,7 @@ pub(super) fn note(
     let ClientMessage::Leaves { round, scale, in_order, first, leaves, last } = message else {
         return Err(refused);
     };
-    let current = shared.round.load(std::sync::atomic::Ordering::SeqCst);
+    let current = shared.round.load(Ordering::SeqCst);
     // Of an edge that was left out.
     if (1..current).contains(&round) {
         return Ok(None);
@@ -101,6 +103,13 @@ impl PeerShared {
 
     pub(super) fn is_edge(&self) -> bool {
         self.edge.is_some()
+    }
+
+    /// Other sums will come than those that came before in this round, if any did.
+    fn await_sums(&self) {
+        self.sums.get().into_iter().for_each(SumTable::clear);
+        self.findings.get().into_iter().for_each(Findings::clear);
+        self.began.store(false, Ordering::SeqCst);
     }
 
     pub(super) fn forget_report(&self) {
@@ -164,7 +173,7 @@ impl Session {
         self.round += 1;
         self.updates.clear();
         self.release_updates();
-        let last = self.model.take().and_then(|model| std::sync::Arc::into_inner(model.region));
+        let last = self.model.take().and_then(|model| Arc::into_inner(model.region));
         last.into_iter().for_each(|region| self.pool.give_back(region));
         let began = Instant::now();
         let absent = self.absent();
@@ -183,7 +192,7 @@ impl Session {
         edges.iter().for_each(|&edge| self.counted[edge] = true);
         self.await_reports(&edges, began)?;
         self.tree().collected = Some(collected);
-        if !edges.is_empty() && !self.is_in_order() {
+        if self.has_edges() && !self.is_in_order() {
             self.collect_sums()?;
         }
         Ok(())
@@ -207,7 +216,7 @@ impl Session {
             self.note_rejected();
         }
         let (sums, mut updates) = received?;
-        let sums = sums.and_then(|sums| std::sync::Arc::into_inner(sums.region));
+        let sums = sums.and_then(|sums| Arc::into_inner(sums.region));
         if self.keeps_updates() {
             self.clean(&mut updates)?;
             sums.into_iter().for_each(|region| self.pool.give_back(region));
@@ -226,10 +235,12 @@ impl Session {
 
     /// To begin a round: edges need not wait until clients have sent.
     pub(super) fn ask_edges(&self) {
-        let round = self.round;
-        for (index, peer) in self.members.peers.iter().enumerate() {
-            if peer.shared.is_edge() {
-                self.members.tell(index, &AggregatorMessage::Upload { round });
+        let upload = AggregatorMessage::Upload { round: self.round };
+        let absent = self.absent();
+        let edges = self.members.peers.iter().map(|peer| peer.shared.is_edge());
+        for (index, is_edge) in edges.enumerate() {
+            if is_edge && !absent[index] {
+                self.members.tell(index, &upload);
             }
         }
     }
@@ -318,10 +329,10 @@ impl Session {
 
     /// Weights of everyone below one client: of an edge's clients, or its own.
     fn weights_of(&self, peer: usize) -> Vec<f64> {
-        let peer_ = &self.members.peers[peer];
-        match (self.counted[peer], peer_.shared.report()) {
+        let Peer { shared, examples, .. } = &self.members.peers[peer];
+        match (self.counted[peer], shared.report()) {
             (true, Some(report)) => report.weights(),
-            (true, None) => vec![peer_.examples],
+            (true, None) => vec![*examples],
             (false, Some(report)) => vec![0.0; report.leaves.len()],
             (false, None) => vec![0.0],
         }
@@ -346,7 +357,6 @@ impl Session {
 
     /// Receives the sums of all edges at once, and adds up everything.
     fn collect_sums(&mut self) -> Result<(), AggregatorError> {
-        let scale = self.scale(&self.weights())?;
         let edges: Vec<bool> =
             self.members.peers.iter().map(|peer| peer.shared.is_edge()).collect();
         let part = |peer: usize| {
@@ -354,6 +364,12 @@ impl Session {
             (if edges[peer] { self.weights_of(peer) } else { vec![0.0] }, of)
         };
         let parts: Vec<_> = (0..edges.len()).map(part).collect();
+        // Of one who is alone now, but was not when he was added up, the sums have a scale.
+        let of_counted = |(weights, of): &(Vec<f64>, WeightScale)| {
+            weights.iter().any(|&weight| weight > 0.0).then_some(*of)
+        };
+        let scale = self.scale(&self.weights())?;
+        let scale = scale.or_else(|| parts.iter().find_map(of_counted).flatten());
         let factors = Weights::factors(&parts, scale);
         let lost: Vec<bool> =
             edges.iter().zip(&self.counted).map(|(edge, counted)| !(edge & counted)).collect();
@@ -376,12 +392,8 @@ impl Session {
         if clients.contains(&true) {
             sums = Some(self.add_updates(scale, &clients, sums)?);
         }
-        let collected = self.tree().collected.as_mut();
-        collected.into_iter().for_each(|collected| {
-            collected.scale = scale;
-            collected.sums = sums.take();
-        });
-        self.release_updates_of_collected();
+        self.release_updates();
+        self.tree().collected = Some(Collected { updates: Vec::new(), sums, scale });
         Ok(())
     }
 
@@ -581,8 +593,10 @@ impl Session {
     ) -> Result<Option<Region>, AggregatorError> {
         let mut region = self.take_accumulator()?;
         let Some(tree) = &self.tree else { return Ok(None) };
+        self.members.peers[edge].shared.await_sums();
         let round = self.round;
-        let before = Some(AggregatorMessage::Fold { round, scale, seed });
+        // Who has sums to begin from has heard it with them.
+        let before = seed.is_none().then_some(AggregatorMessage::Fold { round, scale, seed });
         let upload = Upload { min_clients: 0, before, ..self.upload };
         let clock = UploadClock::start(round);
         let lost: Vec<bool> = (0..self.members.peers.len()).map(|peer| peer != edge).collect();
@@ -656,7 +670,7 @@ impl Session {
             }
             None => regions.into_accumulator()?,
         };
-        self.model = Some(Model { region: std::sync::Arc::new(region), sums: checks });
+        self.model = Some(Model { region: Arc::new(region), sums: checks });
         self.phases.push(meter.stop(self.manifest().data_bytes()));
         Ok(())
     }
@@ -677,12 +691,6 @@ impl Session {
         let collected = self.tree.as_mut().and_then(|tree| tree.collected.take());
         let regions = collected.into_iter().flat_map(|c| c.updates.into_iter().chain(c.sums));
         regions.for_each(|region| self.pool.give_back(region));
-    }
-
-    fn release_updates_of_collected(&mut self) {
-        let collected = self.tree.as_mut().and_then(|tree| tree.collected.as_mut());
-        let updates = collected.map(|collected| std::mem::take(&mut collected.updates));
-        updates.into_iter().flatten().for_each(|region| self.pool.give_back(region));
     }
 
     /// Most bytes of a chunk.

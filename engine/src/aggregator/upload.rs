@@ -260,8 +260,6 @@ impl Uploading<'_> {
                 self.clock.begin();
                 Ok(())
             }
-            // Said again of the sums that it began from.
-            ClientMessage::Received { .. } if self.upload.before.is_some() => Ok(()),
             // An edge is ready, while others upload.
             ClientMessage::Leaves { .. } => Ok(()),
             message => {

@@ -361,8 +361,11 @@ impl Uploading<'_> {
                 Notice::Message(AggregatorMessage::Fold { round, scale, seed })
                     if round == self.round && self.report.is_some() =>
                 {
-                    // Said again after an interruption.
+                    // Said again after an interruption, or because somebody behind this edge is lost.
                     if self.report.is_some_and(|said| said.fold == Some((scale, seed))) {
+                        if let Some(digest) = seed {
+                            self.line.tell(&ClientMessage::Received { round, digest });
+                        }
                         continue;
                     }
                     self.line.early.push_front(AggregatorMessage::Fold { round, scale, seed });

@@ -351,7 +351,7 @@ impl Line {
     fn gbit_s(&self) -> Result<Option<f64>, String> {
         let bytes = self.bytes.ok_or("a transfer without bytes")?;
         let seconds = self.seconds.ok_or("a transfer without seconds")?;
-        if !(seconds >= 0.0 && seconds < 1e9) {
+        if !(0.0..1e9).contains(&seconds) {
             return Err(format!("a transfer of {seconds:e} seconds"));
         }
         let rate = bytes as f64 * GBIT_S / seconds;

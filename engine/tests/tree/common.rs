@@ -198,7 +198,15 @@ pub fn run(
     let (mut parts, mut edges) = (Vec::new(), Vec::new());
     start(nodes, 0, address, &config, local_rounds, &mut parts, &mut edges);
     let parts: Vec<_> = parts.into_iter().map(|part| part.join().unwrap().unwrap()).collect();
-    edges.into_iter().for_each(|edge| drop(edge.join().unwrap().unwrap()));
+    for edge in edges {
+        let steps = edge.join().unwrap().unwrap();
+        let count = |is: fn(&EdgeStep) -> bool| steps.iter().filter(|step| is(step)).count() as u32;
+        assert_eq!(
+            count(|step| matches!(step, EdgeStep::Round { counted: true, .. })),
+            config.rounds
+        );
+        assert_eq!(count(|step| matches!(step, EdgeStep::Model { .. })), config.rounds);
+    }
     let means = top.join().unwrap().unwrap();
     for part in parts {
         let last = |round: usize| part[(round + 1) * (part.len() / means.len()) - 1].clone();
