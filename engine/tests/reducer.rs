@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use dashu_ratio::RBig;
 use fedlane::error::ReducerError;
+use fedlane::manifest::Manifest;
 use fedlane::reducer::{
     AccumulatorLayout, AccumulatorType, Level, Weights, accumulate, accumulate_at,
     accumulate_held_at, accumulator, complete_at, finish, finish_at, is_own_sum,
@@ -459,4 +460,53 @@ fn impossible_runs_are_refused() {
     assert!(matches!(refused(&[(Dtype::F32, backwards)]), ReducerError::Run { .. }));
     assert!(matches!(refused(&[(Dtype::F4, 0..4)]), ReducerError::NotAveraged { .. }));
     assert_eq!(refused(&[(Dtype::U8, 0..u64::MAX)]), ReducerError::TooLarge);
+}
+
+/// Runs of every length and order: what is sent as a model is the accumulator, byte for byte.
+#[test]
+fn sums_are_a_model_that_stands_as_the_accumulator_does() {
+    let mut random = proptest::test_runner::TestRng::deterministic_rng(
+        proptest::test_runner::RngAlgorithm::ChaCha,
+    );
+    for _ in 0..200 {
+        let tensors = (0..random.next_u32() % 9).map(|index| {
+            let dtype = DTYPES[random.next_u32() as usize % DTYPES.len()];
+            (format!("gap before t{index}"), dtype, vec![u64::from(random.next_u32() % 70)])
+        });
+        let tensors: Vec<_> = tensors.collect();
+        let named = tensors.iter().cloned().chain([("t1".into(), Dtype::BOOL, vec![3])]);
+        let manifest = Manifest::from_tensors(named, &Default::default()).unwrap();
+        let layout = AccumulatorLayout::of(&manifest).unwrap();
+        let sums = AccumulatorLayout::sums_manifest(&manifest).unwrap();
+        assert_eq!(sums.data_bytes(), layout.bytes());
+        assert!(AccumulatorLayout::of(&sums).unwrap().is_in_place());
+        for tensor in manifest.tensors().iter().filter(|tensor| !tensor.range.is_empty()) {
+            let place = layout.range(tensor.range.clone(), tensor.dtype).unwrap();
+            let sent = sums.tensors().iter().find(|sent| sent.name == tensor.name).unwrap();
+            assert_eq!(sent.range, place);
+        }
+    }
+}
+
+#[test]
+fn parts_of_a_mean_are_scaled_as_the_whole_is() {
+    let weights = [600.0, 0.1, 0.0, 3e9, 7.0];
+    let scale = Weights::scale(&weights).unwrap();
+    let whole = Weights::new(&weights).unwrap();
+    let part = Weights::part(&weights[1..4], scale);
+    for client in 0..3 {
+        assert_eq!(part.get(client), whole.get(client + 1));
+    }
+    // Alone everywhere, alone in its part, one of several, nobody.
+    let alone = (vec![0.0, 0.1], None);
+    let several = (vec![600.0, 7.0], Weights::scale(&[600.0, 7.0]).unwrap());
+    let nobody = (vec![0.0], None);
+    let parts = [alone, several.clone(), nobody];
+    let factors = Weights::factors(&parts, scale);
+    assert_eq!(factors.get(0), whole.get(1));
+    let power = 2f64.powi(scale.unwrap() - several.1.unwrap());
+    assert_eq!(factors.get(1), Weights::part(&[power], Some(0)).get(0));
+    assert!(!factors.get(2).unwrap().is_positive());
+    let itself = Weights::factors(&parts[..1], None);
+    assert_eq!(itself.get(0), Weights::new(&[5.0]).unwrap().get(0));
 }
