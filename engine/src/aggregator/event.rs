@@ -3,10 +3,9 @@
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::lanes::Lanes;
-use super::tree;
 use crate::channel::DataChannel;
 use crate::control::{ControlChannel, Reader};
 use crate::error::{AggregatorError, ControlError, Fault, LaneError, ProtocolError};
@@ -17,7 +16,7 @@ use crate::limits;
 use crate::meter::Phase;
 use crate::quota::{Quota, Share};
 use crate::sums::SumTable;
-use crate::topology::tree::Hearing;
+use crate::topology::tree::{Hearing, SumsReport};
 use crate::verdict::Findings;
 use crate::wire::hello::{Place, Ticket};
 use crate::wire::message::ClientMessage;
@@ -147,6 +146,29 @@ impl PeerShared {
         self.came.store(0, Ordering::Relaxed);
         self.round.store(round, Ordering::SeqCst);
     }
+
+    /// What an edge said of its sums, if it has.
+    pub fn report(&self) -> Option<SumsReport> {
+        let hearing = self.edge.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
+        hearing.report().cloned()
+    }
+
+    pub fn is_edge(&self) -> bool {
+        self.edge.is_some()
+    }
+
+    /// Other sums will come than those that came before in this round, if any did.
+    pub fn await_sums(&self) {
+        self.sums.get().into_iter().for_each(SumTable::clear);
+        self.findings.get().into_iter().for_each(Findings::clear);
+        self.began.store(false, Ordering::SeqCst);
+    }
+
+    fn forget_report(&self) {
+        if let Some(edge) = &self.edge {
+            *edge.lock().unwrap_or_else(PoisonError::into_inner) = Hearing::default();
+        }
+    }
 }
 
 /// Reads one client's control channel until it ends. `note` takes what it can, and gives back what the
@@ -208,9 +230,33 @@ pub(super) fn note(
             shared.began.store(true, Ordering::Release);
             Ok(Some(message))
         }
-        ClientMessage::Leaves { .. } => tree::note(message, shared),
+        ClientMessage::Leaves { .. } => note_leaves(message, shared),
         other => Ok(Some(other)),
     }
+}
+
+/// An edge says whose updates its sums hold. The session has to hear of a whole list.
+fn note_leaves(
+    message: ClientMessage,
+    shared: &PeerShared,
+) -> Result<Option<ClientMessage>, ProtocolError> {
+    let refused = ProtocolError::Unexpected { what: "a list of clients" };
+    let ClientMessage::Leaves { round, scale, in_order, first, leaves, last } = message else {
+        return Err(refused);
+    };
+    let current = shared.round.load(Ordering::SeqCst);
+    // Of an edge that was left out.
+    if (1..current).contains(&round) {
+        return Ok(None);
+    }
+    let Some(edge) = shared.edge.as_ref().filter(|_| round == current && round > 0) else {
+        return Err(refused);
+    };
+    let mut hearing = edge.lock().unwrap_or_else(PoisonError::into_inner);
+    let is_whole = hearing.hear((scale, in_order), first, leaves, last)?;
+    let leaves = Vec::new();
+    let whole = ClientMessage::Leaves { round, scale, in_order, first, leaves, last };
+    Ok(is_whole.then_some(whole))
 }
 
 /// Something that makes no sense here.

@@ -5,18 +5,17 @@
 //! adding its clients to it, one after the other: the operations of a flat average, in its order.
 
 use std::ops::Range;
-use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::broadcast::{Broadcast, Fold};
 use super::entry::bad_weight;
-use super::event::{PeerShared, unexpected};
+use super::event::unexpected;
 use super::lanes::{Lanes, Model, Regions};
 use super::members::{Link, Notice, Peer};
 use super::upload::{Base, Upload, UploadClock};
 use super::{AggregatorConfig, Averaging, Session};
-use crate::error::{AggregatorError, Fault, LaneError, ProtocolError, ReducerError};
+use crate::error::{AggregatorError, Fault, LaneError, ReducerError};
 use crate::lane::receive::Order;
 use crate::lane::start_lane;
 use crate::manifest::Manifest;
@@ -28,9 +27,8 @@ use crate::sink::Sink;
 use crate::sink::mean::{MeanSink, Wave};
 use crate::sink::region::{Part, RegionSink};
 use crate::source::region::RegionSource;
-use crate::sums::SumTable;
-use crate::topology::tree::{Hearing, Leaf, SumsReport};
-use crate::verdict::{Findings, OnNonfinite};
+use crate::topology::tree::{Leaf, SumsReport};
+use crate::verdict::OnNonfinite;
 use crate::wire::checksum::model_digest;
 use crate::wire::message::{AggregatorMessage, ClientMessage};
 
@@ -67,55 +65,6 @@ impl Tree {
 
     pub fn lanes(&self) -> &Lanes {
         &self.lanes
-    }
-}
-
-/// An edge says whose updates its sums hold. The session has to hear of a whole list.
-pub(super) fn note(
-    message: ClientMessage,
-    shared: &PeerShared,
-) -> Result<Option<ClientMessage>, ProtocolError> {
-    let refused = ProtocolError::Unexpected { what: "a list of clients" };
-    let ClientMessage::Leaves { round, scale, in_order, first, leaves, last } = message else {
-        return Err(refused);
-    };
-    let current = shared.round.load(Ordering::SeqCst);
-    // Of an edge that was left out.
-    if (1..current).contains(&round) {
-        return Ok(None);
-    }
-    let Some(edge) = shared.edge.as_ref().filter(|_| round == current && round > 0) else {
-        return Err(refused);
-    };
-    let mut hearing = edge.lock().unwrap_or_else(PoisonError::into_inner);
-    let is_whole = hearing.hear((scale, in_order), first, leaves, last)?;
-    let leaves = Vec::new();
-    let whole = ClientMessage::Leaves { round, scale, in_order, first, leaves, last };
-    Ok(is_whole.then_some(whole))
-}
-
-impl PeerShared {
-    /// What an edge said of its sums, if it has.
-    fn report(&self) -> Option<SumsReport> {
-        let hearing = self.edge.as_ref()?.lock().unwrap_or_else(PoisonError::into_inner);
-        hearing.report().cloned()
-    }
-
-    pub(super) fn is_edge(&self) -> bool {
-        self.edge.is_some()
-    }
-
-    /// Other sums will come than those that came before in this round, if any did.
-    fn await_sums(&self) {
-        self.sums.get().into_iter().for_each(SumTable::clear);
-        self.findings.get().into_iter().for_each(Findings::clear);
-        self.began.store(false, Ordering::SeqCst);
-    }
-
-    pub(super) fn forget_report(&self) {
-        if let Some(edge) = &self.edge {
-            *edge.lock().unwrap_or_else(PoisonError::into_inner) = Hearing::default();
-        }
     }
 }
 
