@@ -32,6 +32,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "python" / "tests" / "flower"))
 
+try:
+    importlib.metadata.version("flwr")
+except importlib.metadata.PackageNotFoundError:
+    sys.exit(f"{sys.executable} has no flwr: pip install 'flwr>=1.34' numpy, and fedlane itself (pip install .)")
+
 from harness import Deployment, DeploymentError, marked_processes  # noqa: E402
 
 MODES = ("plain", "any", "streaming")
