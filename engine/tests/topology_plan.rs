@@ -151,7 +151,7 @@ fn rings_and_chains_take_what_their_formulas_say() {
     assert!((ring.seconds() - 12.0 - chunks).abs() < 0.1 * chunks, "{}", ring.seconds());
     let bf16 = ModelSize { sum_bytes: 2_000_000_000, ..GB };
     let ring = plan(&hosts, bf16, Shape::Ring, Method::Best).unwrap();
-    assert!((ring.seconds() - 18.0 - chunks).abs() < 0.1 * chunks, "{}", ring.seconds());
+    assert!((ring.seconds() - 18.0 - 0.75 * chunks).abs() < 0.1 * chunks, "{}", ring.seconds());
     let chain = plan(&hosts, GB, Shape::Chain, Method::Best).unwrap();
     near(chain.seconds(), 8.0 + 6.0 * 1_048_576.0 / 1.25e8);
 }

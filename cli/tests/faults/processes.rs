@@ -7,7 +7,7 @@ use super::session::{DEADLINE_MS, SOON, Session, assert_empty};
 use rustix::process::Signal;
 
 /// A model that takes a while to send.
-const LARGE: &str = "768MiB";
+const LARGE: &str = "6GiB";
 
 /// An aggregator and two honest clients with a large model, which they have begun to send.
 struct Upload {

@@ -401,11 +401,12 @@ impl Network {
         (at_end, self.working_s(host, up + down, up + down))
     }
 
-    /// Bytes of a chunk in a ring.
+    /// Bytes of a chunk in a ring, which goes around as sums and as their mean: half of both together.
     fn chunk_bytes(&self, hosts: usize) -> f64 {
         let most = limits::RING_CHUNK_BYTES;
         let widening = self.model.sum_bytes.div_ceil(self.model.bytes.max(1));
-        super::ring::chunk_bytes(self.model.bytes, hosts, 2, most, widening) as f64
+        let chunk = super::ring::chunk_bytes(self.model.bytes, hosts, 2, most, widening) as f64;
+        chunk * (1.0 + self.model.sum_bytes as f64 / self.model.bytes.max(1) as f64) / 2.0
     }
 
     /// Transfers that all run at once, chunk by chunk: the slowest sets the time, and the way of a chunk, which
