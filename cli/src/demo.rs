@@ -74,10 +74,8 @@ impl Demo {
     /// Runs the demo.
     pub fn run(self) -> anyhow::Result<()> {
         let output = Output { json: self.json };
-        if self.memory.is_some() && self.topology == Topology::Star {
-            bail!(
-                "--memory is for --topology ring or chain; the aggregator of a star holds the model"
-            );
+        if self.memory.is_some() && self.topology.shape().is_none() {
+            bail!("--memory is for --topology ring or chain; aggregators hold the model");
         }
         let senders: Vec<Sender> = (0..self.clients).map(|client| self.sender(client)).collect();
         let manifest = senders[0].update.open()?.manifest().clone();

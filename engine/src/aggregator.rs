@@ -38,7 +38,7 @@ pub use config::{AggregatorConfig, Averaging, default_streams};
 use config::{allow_connections, check};
 pub(crate) use config::{descriptors_of, refuse_open};
 use door::{Door, Reception, Visit};
-pub(crate) use entry::{check_examples, check_model, check_name, refuse};
+pub(crate) use entry::{bad_weight, check_examples, check_model, check_name, refuse};
 use event::PeerShared;
 pub(crate) use event::{Event, Joined, WaitingRoom, label, read_client};
 use keep::Kept;
@@ -156,6 +156,11 @@ impl Canceller {
     pub(crate) fn end(&self, error: AggregatorError) {
         // Nobody listens any more when the session has ended.
         let _ = self.events.send(Event::Warm { result: Err(error) });
+    }
+
+    /// A call to the aggregator above is over.
+    pub(crate) fn end_of_call(&self) {
+        let _ = self.events.send(Event::Above);
     }
 }
 

@@ -541,9 +541,9 @@ impl Client {
                     return Ok(EdgeTask::Fold { round, scale, seed });
                 }
                 Notice::Message(AggregatorMessage::Done) => return Ok(EdgeTask::Task(Task::Done)),
-                // Said again after an interruption.
+                // Said again after an interruption; or of what an earlier process has sent.
                 Notice::Message(AggregatorMessage::Applied { round, .. })
-                    if round == self.uploaded || self.line.came_back => {}
+                    if round == self.uploaded || self.uploaded == 0 || self.line.came_back => {}
                 // What is wanted of the update that was asked for last.
                 Notice::Message(
                     wanted @ (AggregatorMessage::Want { .. } | AggregatorMessage::Prove { .. }),

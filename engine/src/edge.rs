@@ -90,7 +90,7 @@ pub enum EdgeStep {
 pub struct RunningEdge {
     client: Client,
     session: Session,
-    canceller: Canceller,
+    canceller: EdgeCanceller,
     local_rounds: u32,
     /// The sums as a model.
     manifest: Manifest,
@@ -98,6 +98,8 @@ pub struct RunningEdge {
     collected: Option<Round>,
     /// The round whose model went down last.
     passed_down: u32,
+    /// The newest round of which was said whether this edge has a part in it.
+    reported: u32,
     /// What was done besides, and is to be said next.
     said_next: Option<EdgeStep>,
 }
@@ -182,10 +184,11 @@ impl Edge {
             manifest: AccumulatorLayout::sums_manifest(session.manifest())?,
             client,
             session,
-            canceller: ends_session,
+            canceller: EdgeCanceller { above: canceller, below: ends_session },
             local_rounds: config.local_rounds,
             collected: None,
             passed_down: 0,
+            reported: 0,
             said_next: None,
         })
     }
@@ -233,7 +236,7 @@ impl RunningEdge {
         if self.collected.as_ref().is_some_and(|round| round.report.is_none()) {
             return self.next_local_round();
         }
-        match self.client.next_edge_task().map_err(is_above)? {
+        match self.above(Client::next_edge_task)? {
             EdgeTask::Task(Task::Upload { round }) => self.upload(round),
             EdgeTask::Fold { round, scale, seed } => self.fold(round, (scale, seed)),
             EdgeTask::Task(Task::Download { round, digest }) => self.pass_down(round, digest),
@@ -292,12 +295,15 @@ impl RunningEdge {
         let chunk_bytes = self.client.chunks().chunk_bytes();
         let source = RegionSource::new(&self.manifest, region, chunk_bytes, checks.clone());
         let said = Reported { report, fold: *fold };
-        match self.client.upload_sums(round, &source, &said).map_err(is_above)? {
+        let (client, session) = (&mut self.client, &mut self.session);
+        let call = |client: &mut Client| client.upload_sums(round, &source, &said);
+        match call_above(client, session, &self.canceller, call)? {
             Uploaded::Again => Ok(None),
             Uploaded::Applied { left_out } => {
                 let leaves = self.session.leaves();
                 self.release(left_out.as_deref());
                 let counted = left_out.is_none();
+                self.reported = round;
                 Ok(Some(EdgeStep::Round { round, counted, leaves }))
             }
         }
@@ -322,7 +328,7 @@ impl RunningEdge {
         let begin = match seed {
             Some(digest) => {
                 let mut region = self.session.take_region(self.manifest.data_bytes())?;
-                self.client.download_sums(round, digest, &mut region).map_err(is_above)?;
+                self.above(|client| client.download_sums(round, digest, &mut region))?;
                 Some(region)
             }
             None => None,
@@ -354,11 +360,20 @@ impl RunningEdge {
         round: u32,
         digest: [u8; 32],
     ) -> Result<Option<EdgeStep>, AggregatorError> {
-        let left_out = self.left_out();
+        if round > self.client.rounds() {
+            let why = format!("it sent the model of round {round} of {}", self.client.rounds());
+            return Err(AggregatorError::Above { why });
+        }
+        let left_out = (self.reported < round).then(|| {
+            let leaves = self.session.leaves();
+            EdgeStep::Round { round, counted: false, leaves }
+        });
+        self.reported = self.reported.max(round);
         self.release(Some(PASSED_OVER));
+        self.session.skip_to(round * self.local_rounds);
         let mut region = self.session.take_region(self.session.manifest().data_bytes())?;
         let target = Target::Region(&mut region);
-        self.client.download(round, digest, target).map_err(is_above)?;
+        self.above(|client| client.download(round, digest, target))?;
         self.client.confirm(round);
         let sums = self.client.received_sums();
         let same_chunks = self.client.chunks().chunk_bytes() == self.session.chunk_bytes();
@@ -373,12 +388,6 @@ impl RunningEdge {
         self.passed_down = round;
         self.said_next = Some(EdgeStep::Model { round });
         Ok(left_out.or_else(|| self.said_next.take()))
-    }
-
-    /// A round that is over although nobody has said so to this edge: it is not in the mean.
-    fn left_out(&self) -> Option<EdgeStep> {
-        let round = self.collected.as_ref()?.round;
-        Some(EdgeStep::Round { round, counted: false, leaves: self.session.leaves() })
     }
 
     /// The round is over, if one is open.
@@ -400,12 +409,20 @@ impl RunningEdge {
         self.session.end()
     }
 
+    fn above<T: Send>(
+        &mut self,
+        call: impl FnOnce(&mut Client) -> Result<T, ClientError> + Send,
+    ) -> Result<T, AggregatorError> {
+        call_above(&mut self.client, &mut self.session, &self.canceller, call)
+    }
+
     /// Works with the clients below, as long as the aggregator above gives signs of life.
     fn while_wanted<T>(
         &mut self,
         work: impl FnOnce(&mut Session) -> Result<T, AggregatorError>,
     ) -> Result<T, AggregatorError> {
-        let (client, session, canceller) = (&mut self.client, &mut self.session, &self.canceller);
+        let (client, session) = (&mut self.client, &mut self.session);
+        let canceller = &self.canceller.below;
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let look = || {
@@ -421,13 +438,46 @@ impl RunningEdge {
             };
             let thread = std::thread::Builder::new().name("above".into());
             let looking = thread.spawn_scoped(scope, look)?;
-            let result = work(session);
-            done.store(true, Ordering::SeqCst);
+            let result = {
+                let _done = AtEnd(|| done.store(true, Ordering::SeqCst));
+                work(session)
+            };
             looking.thread().unpark();
             match looking.join() {
                 Ok(Some(why)) => Err(AggregatorError::Above { why }),
                 _ => result,
             }
         })
+    }
+}
+
+/// Calls the aggregator above. Meanwhile clients below may come and go.
+fn call_above<T: Send>(
+    client: &mut Client,
+    session: &mut Session,
+    canceller: &EdgeCanceller,
+    call: impl FnOnce(&mut Client) -> Result<T, ClientError> + Send,
+) -> Result<T, AggregatorError> {
+    std::thread::scope(|scope| {
+        let work = || {
+            let _over = AtEnd(|| canceller.below.end_of_call());
+            call(client)
+        };
+        let calling = std::thread::Builder::new().name("above".into()).spawn_scoped(scope, work)?;
+        let idle = session.idle();
+        if let Err(error) = &idle {
+            canceller.above.cancel(&error.to_string());
+        }
+        let called = calling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        idle.and(called.map_err(is_above))
+    })
+}
+
+/// Does something however a block ends.
+struct AtEnd<F: Fn()>(F);
+
+impl<F: Fn()> Drop for AtEnd<F> {
+    fn drop(&mut self) {
+        (self.0)();
     }
 }

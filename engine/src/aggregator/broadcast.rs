@@ -183,7 +183,7 @@ impl Broadcasting<'_> {
                 Err(result.err().unwrap_or(LaneError::Cancelled).into())
             }
             // Of the upload before.
-            Notice::Receive(..) | Notice::Warm(_) | Notice::Timeout => Ok(()),
+            Notice::Receive(..) | Notice::Warm(_) | Notice::Above | Notice::Timeout => Ok(()),
         }
     }
 

@@ -114,7 +114,7 @@ pub(crate) fn check_examples(examples: f64) -> Result<(), Fault> {
 }
 
 /// Whose weight cannot be used beside those of the others, and why.
-pub(super) fn bad_weight(error: &ReducerError) -> Option<(usize, &'static str)> {
+pub(crate) fn bad_weight(error: &ReducerError) -> Option<(usize, &'static str)> {
     match error {
         ReducerError::WeightTooSmall { client, .. } => {
             Some((*client, "is too small beside the others; set it to zero"))

@@ -50,6 +50,8 @@ pub(crate) enum Event {
     Lane {
         result: Result<(), LaneError>,
     },
+    /// A call of an edge to the aggregator above, on another thread, is over.
+    Above,
     /// The memory of the rounds is there, or cannot be had; or the session shall end.
     Warm {
         result: Result<Phase, AggregatorError>,

@@ -368,7 +368,6 @@ impl Gathering {
             self.set_model(manifest)?;
         }
         self.collect()?;
-        self.agree_on_rounds(agree)?;
         let (manifest, layout) = self.model.clone().ok_or_else(|| io::Error::other("no client"))?;
         let examples: Vec<f64> = self.candidates.iter().map(|c| c.examples).collect();
         // Each round makes its own; what is wrong with them shows now.
@@ -377,6 +376,8 @@ impl Gathering {
         let lanes = Lanes::cut(config, &manifest, layout)?;
         let tree =
             config.tree.then(|| Tree::new(config, &manifest, lanes.ranges.len())).transpose()?;
+        // What is wrong here shows before others hear of it.
+        self.agree_on_rounds(agree)?;
         let session = random()?;
         // Before anybody knows of the session.
         let kept = self.begin_to_keep(session, &manifest, &lanes)?;

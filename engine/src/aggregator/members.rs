@@ -142,6 +142,8 @@ pub(super) enum Notice {
     Lane(Result<(), LaneError>),
     /// The memory of the rounds is there.
     Warm(Phase),
+    /// A call to the aggregator above is over.
+    Above,
     /// Nothing happened until the time that was given.
     Timeout,
 }
@@ -339,6 +341,7 @@ impl Members {
             Event::Received { lane, report } => Ok(Some(Notice::Receive(lane, report))),
             Event::SendBroken(broken) => Ok(Some(Notice::Send(broken))),
             Event::Warm { result } => Ok(Some(Notice::Warm(result?))),
+            Event::Above => Ok(Some(Notice::Above)),
             Event::Joined(joined) => {
                 self.receive(*joined);
                 Ok(None)

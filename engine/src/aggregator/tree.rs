@@ -624,6 +624,18 @@ impl Session {
         Ok(())
     }
 
+    /// While nothing is wanted of clients they may come and go, until the call above is over.
+    pub(crate) fn idle(&mut self) -> Result<(), AggregatorError> {
+        // Whoever begins something with them looks at their links.
+        while !matches!(self.members.next(None)?, Notice::Above) {}
+        Ok(())
+    }
+
+    /// Rounds below are numbered as those above, also if this edge had no part in some.
+    pub(crate) fn skip_to(&mut self, round: u32) {
+        self.round = self.round.max(round);
+    }
+
     /// Tells everyone below that the round is over, and why their updates are not in the mean, if they
     /// are `left_out`.
     pub(crate) fn release(&mut self, left_out: Option<&str>) {

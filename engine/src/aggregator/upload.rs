@@ -224,7 +224,7 @@ impl Uploading<'_> {
                 Err(result.err().unwrap_or(LaneError::Cancelled).into())
             }
             // Of the broadcast before.
-            Notice::Send(_) | Notice::Warm(_) | Notice::Timeout => Ok(()),
+            Notice::Send(_) | Notice::Warm(_) | Notice::Above | Notice::Timeout => Ok(()),
         }
     }
 

@@ -695,6 +695,8 @@ impl Lane<'_, '_> {
             let in_doubt = !stream.lost && !stream.shared.sums.is_proven();
             let waits = stream.queue.is_empty() && !in_doubt
                 || !stream.shared.began.load(Ordering::Acquire)
+                // Nobody has looked at it.
+                || stream.lost && line.state == State::Ready
                 || turn.is_some_and(|turn| turn != Some(index) && !stream.lost);
             if waits {
                 line.progress.made();

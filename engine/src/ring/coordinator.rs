@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use crate::aggregator::door::{Door, Reception, Visit};
 use crate::aggregator::{
-    Event, Joined, WaitingRoom, check_examples, check_model, check_name, default_streams, label,
-    read_client, refuse, refuse_open,
+    Event, Joined, WaitingRoom, bad_weight, check_examples, check_model, check_name,
+    default_streams, label, read_client, refuse, refuse_open,
 };
 use crate::control::{self, Congestion, Heartbeat, Listeners, Writer, printable, random};
 use crate::error::{AggregatorError, Fault, ProtocolError};
@@ -484,8 +484,22 @@ impl Coordinator {
         }
     }
 
+    /// Leaves out whose weight cannot be used beside those of the others.
+    fn lose_bad_weights(&mut self) -> Result<(), AggregatorError> {
+        loop {
+            let ready = self.peers.iter().filter_map(|peer| Some((peer, peer.ready.as_ref()?)));
+            let (peers, weights): (Vec<&Peer>, Vec<f64>) =
+                ready.map(|(peer, ready)| (peer, ready.examples)).unzip();
+            let Err(error) = Weights::new(&weights) else { return Ok(()) };
+            let Some((index, why)) = bad_weight(&error) else { return Err(error.into()) };
+            let (connection, examples) = (peers[index].connection, weights[index]);
+            self.lose(connection, Fault::Weight { examples, why })?;
+        }
+    }
+
     /// Tells everyone who is ready its place, and gives the ring in its order.
     fn begin(&mut self, attempt: u32) -> Result<Vec<Rank>, AggregatorError> {
+        self.lose_bad_weights()?;
         let ready: Vec<&Peer> = self.peers.iter().filter(|peer| peer.ready.is_some()).collect();
         let hosts: Vec<Host> = ready.iter().map(|peer| peer.host()).collect();
         let order = topology::plan::ranks(&hosts, &self.config.order);
@@ -493,7 +507,6 @@ impl Coordinator {
         let weight = |peer: &&Peer| peer.ready.as_ref().map_or(0.0, |ready| ready.examples);
         let ranks: Vec<(String, f64)> =
             ring.iter().map(|peer| (peer.name.clone(), weight(peer))).collect();
-        Weights::new(&ranks.iter().map(|(_, weight)| *weight).collect::<Vec<_>>())?;
         let (streams, chunk_bytes) = self.cut(&hosts)?;
         let schedule = Schedule::new(self.config.shape, ring.len(), 0..0);
         for (rank, peer) in ring.iter().enumerate() {

@@ -92,7 +92,13 @@ impl Hearing {
         let is_weight = |leaf: &Leaf| leaf.examples.is_finite() && leaf.examples >= 0.0;
         let follows = first as usize == self.pending.len();
         let most = limits::MAX_LEAVES;
-        if !follows || self.pending.len() + leaves.len() > most || !leaves.iter().all(is_weight) {
+        // No weights need another: f64 has no powers of two beyond that.
+        let is_scale = scale.is_none_or(|scale| (-1100..=1100).contains(&scale));
+        if !is_scale
+            || !follows
+            || self.pending.len() + leaves.len() > most
+            || !leaves.iter().all(is_weight)
+        {
             return Err(ProtocolError::Unexpected { what: "a list of clients" });
         }
         self.pending.extend(leaves.into_iter().map(Leaf::printable));

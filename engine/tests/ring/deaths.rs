@@ -220,3 +220,28 @@ fn a_ring_of_one_that_is_left_ends() {
     assert!(error.contains("\"a\""), "{error}");
     coordinator.join().unwrap().unwrap_err();
 }
+
+#[test]
+fn a_host_whose_weight_cannot_be_used_beside_the_others_is_left_out() {
+    let model = model();
+    let (address, coordinator) = coordinate(RingConfig { min_ranks: Some(2), ..config(3) });
+    let hosts: Vec<_> = [1.0, 1e-300, 3.0]
+        .into_iter()
+        .enumerate()
+        .map(|(rank, weight)| {
+            let model = model.clone();
+            spawn(move || {
+                let name = format!("host-{rank}");
+                let (mut member, _canceller) = join(address, member(&name, Secret::OPEN), &model);
+                let reduced = reduce(&mut member, &update(&model, rank), weight);
+                reduced.map(|reduced| reduced.mean).map_err(|error| error.to_string())
+            })
+        })
+        .collect();
+    let ended: Vec<_> = hosts.into_iter().map(|host| host.join().unwrap()).collect();
+    let why = ended[1].as_ref().unwrap_err();
+    assert!(why.contains("host-1") && why.contains("too small beside the others"), "{why}");
+    assert_eq!(ended[0].as_ref().unwrap(), ended[2].as_ref().unwrap());
+    let report = &coordinator.join().unwrap().unwrap()[0];
+    assert_eq!(report.ranks.len(), 2);
+}

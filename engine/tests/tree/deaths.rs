@@ -1,9 +1,9 @@
 //! Edges and clients that die: the mean is that of the others, to the bit, or all end and say why.
 
 use std::net::SocketAddr;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread::spawn;
+use std::sync::{Mutex, Once};
+use std::thread::{sleep, spawn};
 use std::time::Duration;
 
 use fedlane::aggregator::AggregatorConfig;
@@ -427,5 +427,58 @@ fn an_edge_without_an_aggregator_above_ends_its_clients_too() {
             let why = part.join().unwrap().unwrap_err().to_string();
             assert!(why.contains("above this edge: "), "{why}");
         }
+    }
+}
+
+/// An update whose client trains for a while.
+struct Late(Update, Once);
+
+impl Source for Late {
+    fn manifest(&self) -> &Manifest {
+        self.0.manifest()
+    }
+
+    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), SourceError> {
+        self.1.call_once(|| sleep(2 * WINDOW));
+        self.0.read(offset, out)
+    }
+}
+
+/// How long a client below may take to come back.
+const WINDOW: Duration = Duration::from_secs(2);
+
+#[test]
+fn a_client_comes_back_while_its_edge_waits_for_others() {
+    for order in ORDERS {
+        let config = config(order);
+        let (address, top) = serve(AggregatorConfig { clients: 2, ..config.clone() });
+        let below = AggregatorConfig { clients: 1, reconnect: WINDOW, ..config };
+        let edges = ["a", "b"].map(|name| {
+            let (above, below) = (client(name, 0.0), below.clone());
+            start_edge(address, EdgeConfig { above, below, local_rounds: 1 })
+        });
+        let proxy = Proxy::start(edges[0].0, Plan::honest());
+        let updates = doomed(VICTIMS[0]);
+        let early = updates[0].clone();
+        let late = Late(updates[1].clone(), Once::new());
+        let (near, far) = (proxy.address(), edges[1].0);
+        let again = ClientConfig { reconnect: Some(WINDOW), ..client("x", early.weight) };
+        let parts: [Part; 2] = [
+            spawn(move || take_part(near, again, &early, &Canceller::default())),
+            spawn(move || take_part(far, client("y", late.0.weight), &late, &Canceller::default())),
+        ];
+        while proxy.passed(Channel::Data, Direction::Up) < model().data_bytes() {
+            sleep(Duration::from_millis(10));
+        }
+        // The edge has all, and sends it up.
+        sleep(Duration::from_millis(300));
+        proxy.cut();
+        let (mean, leaves) = top.join().unwrap().unwrap().remove(0);
+        assert!(leaves.iter().all(|leaf| leaf.left_out.is_none()), "{leaves:?}");
+        check(&mean, &updates);
+        for part in parts {
+            assert!(part.join().unwrap().unwrap() == [(mean.clone(), true)]);
+        }
+        edges.into_iter().for_each(|(_, edge)| drop(edge.join().unwrap().unwrap()));
     }
 }

@@ -124,15 +124,17 @@ def toml_key(key: str) -> str:
 class Run:
     """One run of an app. `result` is the file that the app was told to write (run_config "result")."""
 
-    def __init__(self, deployment: "Deployment", run_id: int, result: Path) -> None:
+    def __init__(self, deployment: "Deployment", run_id: int, result: Path, earlier: set[int]) -> None:
         self.deployment = deployment
         self.run_id = run_id
         self.result = result
+        #: ServerApps of runs before this one, which may not have ended yet.
+        self.earlier = earlier
         self.seen = False
 
     def ended(self) -> bool:
         """True when the app has written its result, or when no ServerApp runs any more."""
-        running = bool(self.deployment.processes("serverapp"))
+        running = any(each.pid not in self.earlier for each in self.deployment.processes("serverapp"))
         self.seen = self.seen or running
         return self.result.exists() or (self.seen and not running)
 
@@ -339,8 +341,9 @@ class Deployment:
         # A copy: Flower writes its bundle beside the app.
         copy = self.folder / f"app{self.runs}"
         shutil.copytree(app, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        earlier = {each.pid for each in self.processes("serverapp")}
         answer = self.flwr("run", str(copy), *(words if config else ()), *self.run_options())
-        return Run(self, int(answer["run-id"]), file)
+        return Run(self, int(answer["run-id"]), file, earlier)
 
     def run(self, app: Path, run_config: dict | None = None, *, timeout_s: float, result: bool = True) -> Run:
         """Submits the app and waits for its end."""
