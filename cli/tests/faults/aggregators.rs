@@ -246,11 +246,12 @@ fn an_aggregator_that_is_done_before_it_has_begun() {
 }
 
 #[test]
-fn an_aggregator_that_has_averaged_what_it_never_asked_for() {
+fn an_aggregator_that_has_averaged_what_an_earlier_process_sent() {
     let act = |fake: &mut FakeAggregator| {
-        fake.say(&AggregatorMessage::Applied { round: 1, left_out: None })
+        fake.say(&AggregatorMessage::Applied { round: 1, left_out: None });
+        fake.say(&AggregatorMessage::Failed { reason: "news".into() });
     };
-    fake_session(act, &["a message when none was due"]);
+    fake_session(act, &["ended the session:", "news"]);
 }
 
 #[test]
