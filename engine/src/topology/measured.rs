@@ -68,6 +68,8 @@ struct Line {
     client: Option<String>,
     direction: Option<String>,
     phase: Option<String>,
+    /// Of an edge: "below", or "above", where it is a client.
+    side: Option<String>,
     bytes: Option<u64>,
     seconds: Option<f64>,
     cpu_s_per_gb: Option<f64>,
@@ -140,7 +142,7 @@ impl Profile {
                     }
                     transfers.push(Transfer { client, gbit_s });
                 }
-                "phase" => {
+                "phase" if line.side.as_deref() != Some("above") => {
                     let cpu = line.cpu().map_err(wrong)?;
                     let round = rounds.entry(number).or_default();
                     match line.phase.as_deref() {
