@@ -163,10 +163,15 @@ with fedlane.Ring("127.0.0.1:0", name="a", model=region, ranks=2, deadline_ms=60
     print("ready", flush=True)
     ring.all_reduce(region)
 """
+    # Who runs these tests may ignore it, and so would the child.
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed
     ) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=SECONDS)
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=SECONDS)
+        finally:
+            process.kill()
     assert "KeyboardInterrupt" in errors, errors
