@@ -13,7 +13,7 @@ use fedlane::manifest::{Dtype, PRESETS};
 use fedlane::named::Named;
 use fedlane::paths::{ReceiveKind, SendKind};
 use fedlane::receiver::Lands;
-use fedlane::topology::Shape;
+use fedlane::topology::Topology;
 use fedlane::verdict::{OnNonfinite, UpdatePolicy};
 
 /// Sizes: a number of bytes, or with a unit: KiB MiB GiB TiB, KB MB GB TB.
@@ -68,7 +68,7 @@ pub fn parse_examples(text: &str) -> Result<f64, String> {
 }
 
 /// One of the values of a setting.
-fn by_name<T: Named + Send + Sync>() -> impl TypedValueParser<Value = T> {
+pub fn by_name<T: Named + Send + Sync>() -> impl TypedValueParser<Value = T> {
     let values = T::VALUES.iter().map(|(_, name, help)| PossibleValue::new(*name).help(*help));
     let parse = |name: String| T::named(&name).ok_or("unknown");
     PossibleValuesParser::new(values).try_map(parse)
@@ -216,40 +216,6 @@ pub struct Averager {
     /// What happens to updates; all but "streaming" are for benchmarks
     #[arg(long, value_enum, default_value_t = AveragingArg::Streaming, hide = true)]
     pub averaging: AveragingArg,
-}
-
-/// `--topology`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Topology {
-    /// One aggregator averages the models of all clients
-    Star,
-    /// The clients average among themselves, each sending to the next one; all end with the same mean
-    Ring,
-    /// Edges (`fedlane edge`) average the models of their clients and send one sum up
-    Tree,
-    /// The clients stand in a line: each adds its model and sends the sums on, and the mean comes back
-    Chain,
-}
-
-impl Topology {
-    /// As in `--topology`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Topology::Star => "star",
-            Topology::Ring => "ring",
-            Topology::Tree => "tree",
-            Topology::Chain => "chain",
-        }
-    }
-
-    /// The shape in which clients average among themselves, if they do.
-    pub fn shape(self) -> Option<Shape> {
-        match self {
-            Topology::Star | Topology::Tree => None,
-            Topology::Ring => Some(Shape::Ring),
-            Topology::Chain => Some(Shape::Chain),
-        }
-    }
 }
 
 /// `--averaging`.

@@ -7,10 +7,12 @@ use std::path::PathBuf;
 use anyhow::bail;
 use clap::Args;
 use fedlane::manifest::Dtype;
+use fedlane::named::Named;
 use fedlane::sys::process::available_memory;
+use fedlane::topology::Topology;
 use serde_json::{Value, json};
 
-use crate::args::{Averager, Paths, Topology, parse_bytes, parse_dtype, parse_preset};
+use crate::args::{Averager, Paths, by_name, parse_bytes, parse_dtype, parse_preset};
 use crate::check::{Expected, Sender};
 use crate::group::{Group, Report};
 use crate::join::memory_holds;
@@ -44,7 +46,7 @@ pub struct Demo {
     clients: u32,
 
     /// Who sends to whom
-    #[arg(long, value_enum, default_value_t = Topology::Star)]
+    #[arg(long, value_parser = by_name::<Topology>(), default_value = Topology::Star.name())]
     topology: Topology,
 
     /// Number of edges in a tree, which share the clients

@@ -73,6 +73,20 @@ impl ServerCertificates {
     }
 }
 
+/// The door of a process that listens.
+#[derive(Clone, Debug, Args)]
+pub struct Door {
+    #[command(flatten)]
+    pub secret: SharedSecret,
+
+    #[command(flatten)]
+    pub certificates: ServerCertificates,
+
+    /// Listen where other machines can reach it although everyone is let in
+    #[arg(long)]
+    pub insecure: bool,
+}
+
 /// Whom a client trusts, and what it shows.
 #[derive(Clone, Debug, Args)]
 pub struct ClientCertificates {

@@ -12,7 +12,7 @@ use fedlane::topology::tree::Leaf;
 use serde_json::json;
 
 use crate::args::{Averager, Paths};
-use crate::door::{AboveCertificates, ServerCertificates, SharedSecret, read_secret};
+use crate::door::{AboveCertificates, Door, read_secret};
 use crate::join::default_name;
 use crate::output::{Output, phase_fields, phase_text};
 use crate::serve::{report_leaves, report_updates};
@@ -56,21 +56,14 @@ pub struct Edge {
     paths: Paths,
 
     #[command(flatten)]
-    secret: SharedSecret,
+    door: Door,
 
     /// File with the secret of the aggregator above, if it is another one than that of --secret-file
     #[arg(long, value_name = "FILE")]
     above_secret_file: Option<PathBuf>,
 
     #[command(flatten)]
-    certificates: ServerCertificates,
-
-    #[command(flatten)]
     above_certificates: AboveCertificates,
-
-    /// Listen where other machines can reach it although everyone may join
-    #[arg(long)]
-    insecure: bool,
 
     /// Print one JSON object a line instead of text
     #[arg(long)]
@@ -117,7 +110,7 @@ impl Edge {
     }
 
     fn config(&self) -> anyhow::Result<EdgeConfig> {
-        let secret = self.secret.read()?;
+        let secret = self.door.secret.read()?;
         let above = ClientConfig {
             name: self.name.clone().unwrap_or_else(default_name),
             examples: 0.0,
@@ -131,8 +124,8 @@ impl Edge {
         };
         let below = AggregatorConfig {
             secret,
-            tls: self.certificates.read()?,
-            insecure: self.insecure,
+            tls: self.door.certificates.read()?,
+            insecure: self.door.insecure,
             ..self.averager.config(self.clients as usize, 1, &self.paths)
         };
         Ok(EdgeConfig { above, below, local_rounds: self.local_rounds })

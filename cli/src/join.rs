@@ -428,8 +428,12 @@ fn report_ring(outcome: &Outcome, output: Output) {
 }
 
 pub fn default_name() -> String {
-    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    format!("{host}-{}", std::process::id())
+    format!("{}-{}", host_name(), std::process::id())
+}
+
+/// The name of this machine.
+pub fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 /// Runs a shell command that ends with the process that started it.

@@ -9,17 +9,18 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, bail};
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
 use fedlane::error::ControlError;
 use fedlane::limits;
 use fedlane::manifest::Dtype;
 use fedlane::reducer::AccumulatorLayout;
+use fedlane::topology::Topology;
 use fedlane::topology::cost::ModelSize;
 use fedlane::topology::measured::Speed;
-use fedlane::topology::plan::{Method, Plan as Found, Shape, best, plan};
+use fedlane::topology::plan::{Method, Plan as Found, best, plan};
 use fedlane::topology::profile::Profile;
 
-use crate::args::{parse_bytes, parse_dtype, parse_preset};
+use crate::args::{by_name, parse_bytes, parse_dtype, parse_preset};
 use crate::output::Output;
 use crate::update::Update;
 
@@ -54,9 +55,9 @@ pub struct Plan {
     #[arg(long, default_value = "f32", value_parser = parse_dtype)]
     dtype: Dtype,
 
-    /// Plan this shape only
-    #[arg(long, value_enum, default_value_t = ShapeArg::Auto)]
-    topology: ShapeArg,
+    /// Plan this shape only [default: the fastest of them]
+    #[arg(long, value_parser = by_name::<Topology>())]
+    topology: Option<Topology>,
 
     /// Correct the profile first by what the aggregator HOST printed with `fedlane serve --json`
     ///
@@ -79,33 +80,6 @@ pub struct Plan {
 enum Measure {
     Listen(speed::Listen),
     Probe(speed::Probe),
-}
-
-/// `--topology`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum ShapeArg {
-    /// The fastest of them
-    Auto,
-    /// One aggregator averages the models of all clients
-    Star,
-    /// Edges average the models of their clients, and a root those of the edges
-    Tree,
-    /// From one client to the next, and the mean back
-    Chain,
-    /// From each client to the next, around
-    Ring,
-}
-
-impl ShapeArg {
-    fn shape(self) -> Option<Shape> {
-        match self {
-            ShapeArg::Auto => None,
-            ShapeArg::Star => Some(Shape::Star),
-            ShapeArg::Tree => Some(Shape::Tree),
-            ShapeArg::Chain => Some(Shape::Chain),
-            ShapeArg::Ring => Some(Shape::Ring),
-        }
-    }
 }
 
 fn parse_measured(text: &str) -> Result<(String, PathBuf), String> {
@@ -135,12 +109,12 @@ impl Plan {
             self.learn(file, &mut profile, output)?;
         }
         let Some(model) = self.model_size()? else { return Ok(()) };
-        let found = match self.topology.shape() {
-            Some(shape) => plan(&profile, model, shape, Method::Best),
+        let found = match self.topology {
+            Some(topology) => plan(&profile, model, topology, Method::Best),
             None => best(&profile, model, Method::Best),
         };
         let found = found.with_context(|| format!("{shown} cannot be planned with"))?;
-        let others = match (self.explain, self.topology.shape()) {
+        let others = match (self.explain, self.topology) {
             (true, None) => self.others(&profile, model, &found),
             _ => Vec::new(),
         };
@@ -154,15 +128,15 @@ impl Plan {
         profile: &Profile,
         model: ModelSize,
         found: &Found,
-    ) -> Vec<(Shape, Result<f64, String>)> {
-        let others = Shape::ALL.into_iter().filter(|&shape| shape != found.shape);
-        let seconds = |shape| match plan(profile, model, shape, Method::Best) {
+    ) -> Vec<(Topology, Result<f64, String>)> {
+        let others = Topology::ALL.into_iter().filter(|&topology| topology != found.topology);
+        let seconds = |topology| match plan(profile, model, topology, Method::Best) {
             // A tree without edges is a star, which is shown already.
-            Ok(other) if other.shape != shape => Err("the best one has no edges".to_owned()),
+            Ok(other) if other.topology != topology => Err("the best one has no edges".to_owned()),
             Ok(other) => Ok(other.seconds()),
             Err(error) => Err(error.to_string()),
         };
-        others.map(|shape| (shape, seconds(shape))).collect()
+        others.map(|topology| (topology, seconds(topology))).collect()
     }
 
     /// Corrects the profile by rounds, and writes it.

@@ -8,19 +8,20 @@ use clap::Args;
 use fedlane::aggregator::{Aggregator, AggregatorConfig, Session};
 use fedlane::limits;
 use fedlane::manifest::Manifest;
+use fedlane::named::Named;
 use fedlane::ring::{Coordinator, RingConfig};
 use fedlane::sink::file::ModelFile;
 use fedlane::source::Source;
 use fedlane::source::file::FileSource;
 use fedlane::sys::process;
-use fedlane::topology::Shape;
 use fedlane::topology::tree::Leaf;
+use fedlane::topology::{Shape, Topology};
 use fedlane::verdict::OnNonfinite;
 use serde_json::json;
 
-use crate::args::{Averager, Paths, Topology};
+use crate::args::{Averager, Paths, by_name};
 use crate::check::Expected;
-use crate::door::{ServerCertificates, SharedSecret};
+use crate::door::Door;
 use crate::output::{Output, error_text, phase_fields, phase_text, update_fields, update_text};
 use crate::progress::{Bar, Progress};
 use crate::transfers::Watch;
@@ -44,7 +45,7 @@ pub struct Serve {
     clients: u64,
 
     /// Who sends to whom
-    #[arg(long, value_enum, default_value_t = Topology::Star)]
+    #[arg(long, value_parser = by_name::<Topology>(), default_value = Topology::Star.name())]
     topology: Topology,
 
     /// Number of rounds to run
@@ -80,14 +81,7 @@ pub struct Serve {
     paths: Paths,
 
     #[command(flatten)]
-    secret: SharedSecret,
-
-    #[command(flatten)]
-    certificates: ServerCertificates,
-
-    /// Listen where other machines can reach it although everyone may join
-    #[arg(long)]
-    insecure: bool,
+    door: Door,
 
     /// Print one JSON object a line instead of text
     #[arg(long)]
@@ -110,9 +104,9 @@ impl Serve {
         }
         let initial = self.initial.as_ref().map(FileSource::open).transpose()?;
         let config = AggregatorConfig {
-            secret: self.secret.read()?,
-            tls: self.certificates.read()?,
-            insecure: self.insecure,
+            secret: self.door.secret.read()?,
+            tls: self.door.certificates.read()?,
+            insecure: self.door.insecure,
             state: self.state.clone(),
             tree: self.topology == Topology::Tree,
             ..self.averager.config(self.clients as usize, self.rounds, &self.paths)
@@ -225,9 +219,9 @@ impl Serve {
             deadline: self.paths.deadline(),
             congestion: self.paths.congestion.clone(),
             on_nonfinite: self.averager.on_nonfinite,
-            secret: self.secret.read()?,
-            tls: self.certificates.read()?,
-            insecure: self.insecure,
+            secret: self.door.secret.read()?,
+            tls: self.door.certificates.read()?,
+            insecure: self.door.insecure,
             order: self.rank.clone(),
         })
     }

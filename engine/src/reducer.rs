@@ -40,10 +40,10 @@ use crate::manifest::{Chunk, Manifest};
 use crate::wire::checksum::ChunkSum;
 use kernels::{Add, Bf16, Bool, Element, F16, Finish, First, Last, Only, Scale, ScaleAdd};
 
+pub use crate::sys::simd::Level;
 pub use clip::{ClipBase, clip_factor};
 pub use inspect::{Found, Norm, clean, clean_at, inspect, inspect_at};
-pub(crate) use kernels::Kernel;
-pub use kernels::{Level, store_past_cache};
+pub use kernels::store_past_cache;
 
 /// The type in which elements are summed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

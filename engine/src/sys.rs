@@ -5,4 +5,5 @@ pub mod features;
 pub mod ktls;
 pub mod memory;
 pub mod process;
+pub mod simd;
 pub mod socket;

@@ -6,6 +6,7 @@ mod common;
 mod deaths;
 #[path = "ring/means.rs"]
 mod means;
+mod models;
 #[path = "ring/nonfinite.rs"]
 mod nonfinite;
 #[path = "ring/passed.rs"]

@@ -3,9 +3,11 @@
 use fedlane::error::PlanError;
 use fedlane::limits;
 use fedlane::topology::Host;
+use fedlane::topology::Topology;
 use fedlane::topology::cost::{Limit, ModelSize, Network, Tree};
-use fedlane::topology::plan::{Layout, Method, Plan, Shape, best, plan, ranks};
+use fedlane::topology::plan::{Layout, Method, Plan, best, plan};
 use fedlane::topology::profile::{HostProfile, LinkProfile, Profile};
+use fedlane::topology::ring::ranks;
 use proptest::prelude::*;
 
 const GB: ModelSize = ModelSize { bytes: 1_000_000_000, sum_bytes: 1_000_000_000 };
@@ -103,7 +105,7 @@ fn a_star_takes_what_its_formula_says() {
     let mut hub = aggregator("hub", 1.0);
     hub.down_gbit_s = 8.0;
     let hosts = profile(vec![hub, client("a", 1.0), client("b", 1.0)], vec![]);
-    let plan = plan(&hosts, GB, Shape::Star, Method::Best).unwrap();
+    let plan = plan(&hosts, GB, Topology::Star, Method::Best).unwrap();
     near(plan.seconds(), 8.0 + 16.0);
     let stages = &plan.prediction.stages;
     near(stages.iter().map(|stage| stage.seconds).sum(), plan.seconds());
@@ -115,7 +117,8 @@ fn a_star_takes_what_its_formula_says() {
 #[test]
 fn cores_and_round_trips_count() {
     let mut hosts = profile(vec![aggregator("hub", 8.0), client("a", 8.0)], vec![]);
-    let seconds = |hosts: &Profile| plan(hosts, GB, Shape::Star, Method::Best).unwrap().seconds();
+    let seconds =
+        |hosts: &Profile| plan(hosts, GB, Topology::Star, Method::Best).unwrap().seconds();
     near(seconds(&hosts), 2.0);
     hosts.hosts[0].receive_cpu_s_per_gb = 6.0;
     hosts.hosts[0].cores = 2.0;
@@ -147,12 +150,12 @@ fn a_tree_waits_for_its_edges_and_they_share_the_root() {
 fn rings_and_chains_take_what_their_formulas_say() {
     let hosts = profile(["a", "b", "c", "d"].map(|name| client(name, 1.0)).to_vec(), vec![]);
     let chunks = 2.0 * 524_288.0 * 4.0 / 1.25e8;
-    let ring = plan(&hosts, GB, Shape::Ring, Method::Best).unwrap();
+    let ring = plan(&hosts, GB, Topology::Ring, Method::Best).unwrap();
     assert!((ring.seconds() - 12.0 - chunks).abs() < 0.1 * chunks, "{}", ring.seconds());
     let bf16 = ModelSize { sum_bytes: 2_000_000_000, ..GB };
-    let ring = plan(&hosts, bf16, Shape::Ring, Method::Best).unwrap();
+    let ring = plan(&hosts, bf16, Topology::Ring, Method::Best).unwrap();
     assert!((ring.seconds() - 18.0 - 0.75 * chunks).abs() < 0.1 * chunks, "{}", ring.seconds());
-    let chain = plan(&hosts, GB, Shape::Chain, Method::Best).unwrap();
+    let chain = plan(&hosts, GB, Topology::Chain, Method::Best).unwrap();
     near(chain.seconds(), 8.0 + 6.0 * 1_048_576.0 / 1.25e8);
 }
 
@@ -161,7 +164,7 @@ fn a_ring_goes_around_slow_links() {
     let hosts = ["a", "b", "c", "d", "e"].map(|name| client(name, 10.0)).to_vec();
     // a-b-c-d-e-a would use two of them.
     let slow = vec![link("a", "b", 0.1), link("c", "d", 0.1)];
-    let found = plan(&profile(hosts, slow), GB, Shape::Ring, Method::Heuristic).unwrap();
+    let found = plan(&profile(hosts, slow), GB, Topology::Ring, Method::Heuristic).unwrap();
     let Layout::Row(order) = &found.layout else { panic!("{:?}", found.layout) };
     let apart = |x: usize, y: usize| {
         let at = |host| order.iter().position(|&other| other == host).unwrap();
@@ -224,7 +227,7 @@ fn the_exact_method_finds_the_best_of_all_placements() {
         let profile = random_profile(&mut numbers, clients, hubs);
         let network = Network::new(&profile, GB).unwrap();
         let expected = least_by_hand(&profile, &network);
-        match plan(&profile, GB, Shape::Tree, Method::Best) {
+        match plan(&profile, GB, Topology::Tree, Method::Best) {
             Ok(found) => near(found.seconds(), expected),
             Err(_) => assert_eq!(expected, f64::INFINITY),
         }
@@ -245,7 +248,7 @@ fn the_heuristic_is_within_5_percent_of_the_optimum() {
     for _ in 0..200 {
         let (clients, hubs) = (1 + numbers.below(10), 1 + numbers.below(3));
         let profile = random_profile(&mut numbers, clients, hubs);
-        for shape in Shape::ALL {
+        for shape in Topology::ALL {
             let bytes = 1 << (12 + numbers.below(20));
             let model = ModelSize { bytes, sum_bytes: bytes << numbers.below(2) };
             let exact = plan(&profile, model, shape, Method::Best);
@@ -274,7 +277,7 @@ fn large_sessions_are_planned_well() {
         })
         .collect();
     hosts.extend((0..1000).map(|index| client(&format!("site-{index}"), numbers.rate(0.1, 1.0))));
-    let found = plan(&profile(hosts, vec![]), GB, Shape::Tree, Method::Best).unwrap();
+    let found = plan(&profile(hosts, vec![]), GB, Topology::Tree, Method::Best).unwrap();
     check(&found);
     assert!(!found.is_proven);
     let bound = found.seconds() / found.lower_bound_s;
@@ -287,7 +290,7 @@ fn large_sessions_are_planned_well() {
     assert!(bound < 1.25 && found.seconds() < found.random_s, "{bound}");
     let row =
         (0..limits::MAX_RANKS).map(|index| client(&format!("{index}"), numbers.rate(0.1, 10.0)));
-    check(&plan(&profile(row.collect(), vec![]), GB, Shape::Ring, Method::Best).unwrap());
+    check(&plan(&profile(row.collect(), vec![]), GB, Topology::Ring, Method::Best).unwrap());
 }
 
 fn refused(text: &str) -> String {
@@ -349,22 +352,25 @@ fn what_cannot_be_planned_says_why() {
         |hosts, links, shape| plan(&profile(hosts, links), GB, shape, Method::Best).unwrap_err();
     let hub = || aggregator("hub", 1.0);
     let site = || client("site", 1.0);
-    assert_eq!(plan(vec![], vec![], Shape::Star), PlanError::NoClients);
-    assert_eq!(plan(vec![site()], vec![], Shape::Tree), PlanError::NoAggregators);
-    assert_eq!(plan(vec![hub()], vec![], Shape::Tree), PlanError::NoClients);
-    let cut = plan(vec![hub(), site()], vec![link("site", "hub", 0.0)], Shape::Star);
+    assert_eq!(plan(vec![], vec![], Topology::Star), PlanError::NoClients);
+    assert_eq!(plan(vec![site()], vec![], Topology::Tree), PlanError::NoAggregators);
+    assert_eq!(plan(vec![hub()], vec![], Topology::Tree), PlanError::NoClients);
+    let cut = plan(vec![hub(), site()], vec![link("site", "hub", 0.0)], Topology::Star);
     assert_eq!(cut, PlanError::CutOff { name: "site".into() });
     let full = HostProfile { max_clients: Some(1), ..hub() };
     let two = vec![full, site(), client("more", 1.0)];
-    assert_eq!(plan(two, vec![], Shape::Tree), PlanError::NoPlace { topology: "tree", clients: 2 });
+    assert_eq!(
+        plan(two, vec![], Topology::Tree),
+        PlanError::NoPlace { topology: "tree", clients: 2 }
+    );
     let small = HostProfile { memory_bytes: Some(1 << 20), ..hub() };
-    assert!(matches!(plan(vec![small, site()], vec![], Shape::Star), PlanError::Memory { .. }));
-    let alone = plan(vec![hub(), site()], vec![], Shape::Ring);
+    assert!(matches!(plan(vec![small, site()], vec![], Topology::Star), PlanError::Memory { .. }));
+    let alone = plan(vec![hub(), site()], vec![], Topology::Ring);
     assert!(matches!(alone, PlanError::Size { clients: 1, .. }));
-    let apart = plan(vec![site(), client("b", 1.0)], vec![link("site", "b", 0.0)], Shape::Chain);
+    let apart = plan(vec![site(), client("b", 1.0)], vec![link("site", "b", 0.0)], Topology::Chain);
     assert_eq!(apart, PlanError::NoOrder { topology: "chain" });
     let small = HostProfile { memory_bytes: Some(1 << 30), ..site() };
-    let row = plan(vec![small, client("b", 1.0)], vec![], Shape::Ring);
+    let row = plan(vec![small, client("b", 1.0)], vec![], Topology::Ring);
     assert!(matches!(row, PlanError::RowMemory { .. }));
     let hosts = profile(vec![hub(), site()], vec![]);
     let nothing = ModelSize::own_sums(0);
@@ -397,7 +403,7 @@ fn a_host_that_becomes_slow_changes_the_next_plan() {
     let links = vec![link("c", "other", 0.5)];
     let mut profile = profile(hosts, links);
     let root =
-        |profile: &Profile| match plan(profile, GB, Shape::Star, Method::Best).unwrap().layout {
+        |profile: &Profile| match plan(profile, GB, Topology::Star, Method::Best).unwrap().layout {
             Layout::Tree { root, .. } => profile.hosts[root].name.clone(),
             row => panic!("{row:?}"),
         };
@@ -514,7 +520,7 @@ proptest! {
         let profile = profile(hosts, links);
         let model =
             ModelSize { bytes: bytes >> (bytes % 64), sum_bytes: sums >> (sums % 64) };
-        for shape in Shape::ALL {
+        for shape in Topology::ALL {
             for method in [Method::Best, Method::Heuristic] {
                 match plan(&profile, model, shape, method) {
                     Ok(found) => {

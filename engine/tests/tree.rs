@@ -6,3 +6,4 @@ mod common;
 mod deaths;
 #[path = "tree/means.rs"]
 mod means;
+mod models;

@@ -2,7 +2,9 @@
 
 use std::net::Ipv6Addr;
 
-use fedlane::topology::plan::{Layout, Plan, Shape};
+use fedlane::named::Named;
+use fedlane::topology::Topology;
+use fedlane::topology::plan::{Layout, Plan};
 use fedlane::topology::profile::{HostProfile, Profile};
 
 /// Where aggregators listen if the profile does not say it.
@@ -38,7 +40,7 @@ fn tree(
     let below = |hub: usize| clients.iter().filter(|&&(_, to)| to == hub).count();
     let edges = plan.edges();
     let count = edges.len() + below(root);
-    let mut commands = vec![serve(profile, root, plan.shape, count)];
+    let mut commands = vec![serve(profile, root, plan.topology, count)];
     for edge in edges {
         let up = address(&profile.hosts[root]);
         let name = profile.hosts[edge].name.clone();
@@ -54,7 +56,7 @@ fn tree(
 fn row(profile: &Profile, plan: &Plan, order: &[usize]) -> Vec<HostCommand> {
     // Somebody has to bring them together; no model passes through it.
     let hub = profile.hosts.iter().position(|host| host.aggregator).unwrap_or(order[0]);
-    let mut first = serve(profile, hub, plan.shape, order.len());
+    let mut first = serve(profile, hub, plan.topology, order.len());
     for &client in order {
         first.words.extend(["--rank".to_owned(), profile.hosts[client].name.clone()]);
     }
@@ -63,10 +65,10 @@ fn row(profile: &Profile, plan: &Plan, order: &[usize]) -> Vec<HostCommand> {
     commands
 }
 
-fn serve(profile: &Profile, host: usize, shape: Shape, clients: usize) -> HostCommand {
+fn serve(profile: &Profile, host: usize, shape: Topology, clients: usize) -> HostCommand {
     let mut words = words(["fedlane", "serve", "--listen", &listen(&profile.hosts[host])]);
     words.extend(["--clients".to_owned(), clients.to_string()]);
-    if shape != Shape::Star {
+    if shape != Topology::Star {
         words.extend(["--topology".to_owned(), shape.name().to_owned()]);
     }
     HostCommand { host, words: with_secret(words) }

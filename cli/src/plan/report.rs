@@ -1,7 +1,9 @@
 //! A plan for people and for programs.
 
+use fedlane::named::Named;
+use fedlane::topology::Topology;
 use fedlane::topology::cost::{Limit, ModelSize, Stage, Transfer};
-use fedlane::topology::plan::{Layout, Plan, Shape};
+use fedlane::topology::plan::{Layout, Plan};
 use fedlane::topology::profile::Profile;
 use serde_json::{Value, json};
 
@@ -13,7 +15,7 @@ pub fn print(
     profile: &Profile,
     model: ModelSize,
     plan: &Plan,
-    others: &[(Shape, Result<f64, String>)],
+    others: &[(Topology, Result<f64, String>)],
     explain: bool,
     output: Output,
 ) {
@@ -50,7 +52,7 @@ impl Report<'_> {
     fn fields(&self, model: ModelSize) -> Value {
         let plan = self.plan;
         let mut fields = json!({
-            "topology": plan.shape.name(),
+            "topology": plan.topology.name(),
             "bytes": model.bytes,
             "sum_bytes": model.sum_bytes,
             "seconds": plan.seconds(),
@@ -79,7 +81,7 @@ impl Report<'_> {
 
     fn text(&self, model: ModelSize) -> String {
         let plan = self.plan;
-        let (shape, bytes) = (plan.shape.name(), bytes_text(model.bytes));
+        let (shape, bytes) = (plan.topology.name(), bytes_text(model.bytes));
         let mut text =
             format!("{shape}: a round with {bytes} takes {} s\n", seconds_text(plan.seconds()));
         if let Some(stage) = plan.prediction.bottleneck() {
@@ -146,7 +148,7 @@ impl Report<'_> {
         json!({ "limit": limit, "hosts": hosts, "seconds": stage.seconds })
     }
 
-    fn other(&self, shape: Shape, other: &Result<f64, String>, output: Output) {
+    fn other(&self, shape: Topology, other: &Result<f64, String>, output: Output) {
         let name = shape.name();
         let (fields, text) = match other {
             Ok(seconds) => (

@@ -9,8 +9,21 @@ use fedlane::topology::measured::Speed;
 use serde_json::json;
 
 use super::{add_speed, probed};
-use crate::door::{ClientCertificates, ServerCertificates, SharedSecret};
+use crate::door::{ClientCertificates, Door, SharedSecret};
+use crate::join::host_name;
 use crate::output::Output;
+
+/// Under which name, and where, a measurement is kept.
+#[derive(Args)]
+struct Kept {
+    /// Name of this host in profiles [default: that of the machine]
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+
+    /// Keep what is found in this file; it is made if there is none
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+}
 
 /// Wait for hosts that measure the way to this one, and keep what they find in a profile
 ///
@@ -23,23 +36,11 @@ pub struct Listen {
     #[arg(value_name = "ADDRESS", default_value = "127.0.0.1:7734")]
     listen: String,
 
-    /// Name of this host in profiles [default: that of the machine]
-    #[arg(long, value_name = "NAME")]
-    name: Option<String>,
-
-    /// Keep what is found in this file; it is made if there is none
-    #[arg(long, value_name = "FILE")]
-    profile: Option<PathBuf>,
+    #[command(flatten)]
+    kept: Kept,
 
     #[command(flatten)]
-    secret: SharedSecret,
-
-    #[command(flatten)]
-    certificates: ServerCertificates,
-
-    /// Listen where other machines can reach it although everyone may measure
-    #[arg(long)]
-    insecure: bool,
+    door: Door,
 
     /// Print one JSON object a line instead of text
     #[arg(long)]
@@ -55,13 +56,8 @@ pub struct Probe {
     #[arg(value_name = "ADDRESS", required = true)]
     addresses: Vec<String>,
 
-    /// Name of this host in profiles [default: that of the machine]
-    #[arg(long, value_name = "NAME")]
-    name: Option<String>,
-
-    /// Keep what is found in this file; it is made if there is none
-    #[arg(long, value_name = "FILE")]
-    profile: Option<PathBuf>,
+    #[command(flatten)]
+    kept: Kept,
 
     #[command(flatten)]
     secret: SharedSecret,
@@ -78,13 +74,13 @@ impl Listen {
     /// Answers until the process is ended.
     pub fn run(self) -> anyhow::Result<()> {
         let output = Output { json: self.json };
-        let door = (self.secret.read()?, self.certificates.read()?, self.insecure);
-        let name = self.name.unwrap_or_else(host_name);
+        let door = (self.door.secret.read()?, self.door.certificates.read()?, self.door.insecure);
+        let name = self.kept.name.unwrap_or_else(host_name);
         let listener = SpeedListener::bind(self.listen.as_str(), &name, door)?;
         let address = listener.address()?;
         let fields = json!({ "address": address.to_string(), "name": name });
         output.event("listening", fields, &format!("listening on {address} as \"{name}\""));
-        let profile = self.profile;
+        let profile = self.kept.profile;
         // One visitor is measured at a time, but the last words of two may come together.
         let writing = std::sync::Mutex::new(());
         listener.run(move |speed| {
@@ -103,11 +99,11 @@ impl Probe {
     pub fn run(self) -> anyhow::Result<()> {
         let output = Output { json: self.json };
         let (secret, tls) = (self.secret.read()?, self.certificates.read()?);
-        let name = self.name.unwrap_or_else(host_name);
+        let name = self.kept.name.unwrap_or_else(host_name);
         for address in &self.addresses {
             let speed = probed(address, measure(address, &name, &secret, tls.as_ref()))?;
             report(&speed, output);
-            keep(self.profile.as_deref(), &speed)?;
+            keep(self.kept.profile.as_deref(), &speed)?;
         }
         Ok(())
     }
@@ -131,8 +127,4 @@ fn report(speed: &Speed, output: Output) {
         speed.rtt_s * 1e3
     );
     output.event("speed", fields, &text);
-}
-
-fn host_name() -> String {
-    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }

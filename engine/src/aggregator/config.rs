@@ -123,6 +123,10 @@ impl AggregatorConfig {
         let why = match self.updates.clip_norm {
             Some(_) => Some("their norms are needed"),
             None if self.on_loss == OnLoss::Spool => Some("none of them is then sent again"),
+            // In its turn.
+            None if self.tree && self.order == Order::Client => {
+                Some("one sum goes through the tree, in order")
+            }
             None => None,
         };
         if let (Some(why), Averaging::Streaming) = (why, self.averaging) {

@@ -67,12 +67,14 @@ impl Sizes {
             && config.order == Order::Client
             && config.state.is_none();
         let wave = averaging == Averaging::Wave;
-        let holds_sums = |layout: &&AccumulatorLayout| !wave && (layout.is_in_place() || !in_turn);
-        Sizes {
+        // What waits for its turn in a tree is added to the sums of others.
+        let waits = config.tree && config.order == Order::Client;
+        let holds_sums = |layout: &&AccumulatorLayout| {
             // Sums of a tree go on as they are.
-            accumulator: layout
-                .filter(|layout| config.tree || holds_sums(layout))
-                .map(AccumulatorLayout::bytes),
+            !wave && !waits && (layout.is_in_place() || config.tree || !in_turn)
+        };
+        Sizes {
+            accumulator: layout.filter(holds_sums).map(AccumulatorLayout::bytes),
             model: layout
                 .filter(|layout| !wave && !config.tree && !layout.is_in_place())
                 .map(|_| model_bytes),

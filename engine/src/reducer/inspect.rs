@@ -15,9 +15,10 @@
 use safetensors::Dtype;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-use super::kernels::{Bf16, Element, F16, Kernel, Level};
+use super::kernels::{Bf16, Element, F16};
 use super::{AccumulatorType, whole_elements};
 use crate::error::ReducerError;
+use crate::sys::simd::{Kernel, Level};
 
 /// Sums of squares that grow side by side: four registers of AVX-512, eight of AVX2.
 const LANES: usize = 32;

@@ -57,7 +57,7 @@ pub struct RingConfig {
     pub tls: Option<ServerTls>,
     /// Whether everyone may join also from other machines.
     pub insecure: bool,
-    /// Names of hosts in the order in which they stand, as [`topology::plan::ranks`] says.
+    /// Names of hosts in the order in which they stand, as [`topology::ring::ranks`] says.
     pub order: Vec<String>,
 }
 
@@ -502,7 +502,7 @@ impl Coordinator {
         self.lose_bad_weights()?;
         let ready: Vec<&Peer> = self.peers.iter().filter(|peer| peer.ready.is_some()).collect();
         let hosts: Vec<Host> = ready.iter().map(|peer| peer.host()).collect();
-        let order = topology::plan::ranks(&hosts, &self.config.order);
+        let order = topology::ring::ranks(&hosts, &self.config.order);
         let ring: Vec<&Peer> = order.into_iter().map(|index| ready[index]).collect();
         let weight = |peer: &&Peer| peer.ready.as_ref().map_or(0.0, |ready| ready.examples);
         let ranks: Vec<(String, f64)> =

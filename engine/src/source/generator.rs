@@ -25,7 +25,7 @@ use half::{bf16, f16};
 use super::{Piece, Source, fill_by_elements};
 use crate::error::SourceError;
 use crate::manifest::{Dtype, Manifest};
-use crate::reducer::{Kernel, Level};
+use crate::sys::simd::{Kernel, Level};
 
 /// Random parameters for a manifest.
 #[derive(Clone, Debug)]

@@ -5,19 +5,13 @@
 //! slower than the best so far. Beyond that, orders that go on to the nearest host are improved: a part is
 //! turned around (2-opt; G. A. Croes, 1958) or moved elsewhere (Or-opt; I. Or, 1976), until nothing helps.
 
+use super::Shape;
 use super::cost::Network;
 use crate::limits;
 
-/// Which row of hosts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Row {
-    Ring,
-    Chain,
-}
-
 /// What each step from a host to another costs.
 struct Steps {
-    row: Row,
+    shape: Shape,
     hosts: usize,
     /// Seconds of the step if it is the slowest, and seconds that it adds to the way; by from and to.
     costs: Vec<(f64, f64)>,
@@ -29,25 +23,25 @@ struct Steps {
 type Worth = (f64, f64);
 
 impl Steps {
-    fn new(network: &Network, row: Row, hosts: &[usize]) -> Steps {
+    fn new(network: &Network, shape: Shape, hosts: &[usize]) -> Steps {
         let mut costs = Vec::with_capacity(hosts.len() * hosts.len());
         for &from in hosts {
             for &to in hosts {
-                costs.push(match row {
+                costs.push(match shape {
                     _ if from == to => (f64::INFINITY, f64::INFINITY),
-                    Row::Ring => network.ring_step(from, to, hosts.len()),
-                    Row::Chain => network.chain_step(from, to),
+                    Shape::Ring => network.ring_step(from, to, hosts.len()),
+                    Shape::Chain => network.chain_step(from, to),
                 });
             }
         }
-        let busy = hosts.iter().map(|&host| match row {
-            Row::Ring => {
+        let busy = hosts.iter().map(|&host| match shape {
+            Shape::Ring => {
                 let bytes = network.ring_bytes(hosts.len());
                 (0.0, network.working_s(host, bytes, bytes))
             }
-            Row::Chain => network.chain_work_s(host),
+            Shape::Chain => network.chain_work_s(host),
         });
-        Steps { row, hosts: hosts.len(), costs, busy: busy.collect() }
+        Steps { shape, hosts: hosts.len(), costs, busy: busy.collect() }
     }
 
     fn cost(&self, from: usize, to: usize) -> (f64, f64) {
@@ -55,9 +49,9 @@ impl Steps {
     }
 
     fn worth(&self, order: &[usize]) -> Worth {
-        let next = match self.row {
-            Row::Ring => order.len(),
-            Row::Chain => order.len().saturating_sub(1),
+        let next = match self.shape {
+            Shape::Ring => order.len(),
+            Shape::Chain => order.len().saturating_sub(1),
         };
         let (mut slowest, mut way, mut sum) = (0.0_f64, 0.0, 0.0);
         for place in 0..next {
@@ -68,7 +62,7 @@ impl Steps {
             sum += alone.min(1e12);
         }
         for (place, &host) in order.iter().enumerate() {
-            let is_end = self.row == Row::Chain && (place == 0 || place + 1 == order.len());
+            let is_end = self.shape == Shape::Chain && (place == 0 || place + 1 == order.len());
             slowest = slowest.max(if is_end { self.busy[host].0 } else { self.busy[host].1 });
         }
         (slowest + way, sum)
@@ -78,7 +72,7 @@ impl Steps {
     fn exact(&self, best: Vec<usize>) -> Vec<usize> {
         let mut search = Search { steps: self, worth: self.worth(&best).0, best };
         let mut free: Vec<usize> = (0..self.hosts).collect();
-        let firsts = if self.row == Row::Ring { 1 } else { self.hosts };
+        let firsts = if self.shape == Shape::Ring { 1 } else { self.hosts };
         for first in 0..firsts {
             free.retain(|&host| host != first);
             search.extend(&mut vec![first], &mut free, 0.0, 0.0);
@@ -189,8 +183,8 @@ impl Search<'_> {
 
 /// The best order that is found of `hosts`, which are given as they would stand without a plan. It is proven to
 /// be the best one if `exact`.
-pub(super) fn best(network: &Network, row: Row, hosts: &[usize], exact: bool) -> Vec<usize> {
-    let steps = Steps::new(network, row, hosts);
+pub(super) fn best(network: &Network, shape: Shape, hosts: &[usize], exact: bool) -> Vec<usize> {
+    let steps = Steps::new(network, shape, hosts);
     let mut best: Vec<usize> = (0..hosts.len()).collect();
     let mut starts: Vec<Vec<usize>> = vec![best.clone()];
     starts.extend((0..hosts.len()).map(|first| steps.nearest(first)));
@@ -209,14 +203,14 @@ pub(super) fn best(network: &Network, row: Row, hosts: &[usize], exact: bool) ->
 }
 
 /// What no order can be faster than: the slowest step that it must have, and the shortest way.
-pub(super) fn lower_bound(network: &Network, row: Row, hosts: &[usize]) -> f64 {
-    let steps = Steps::new(network, row, hosts);
+pub(super) fn lower_bound(network: &Network, shape: Shape, hosts: &[usize]) -> f64 {
+    let steps = Steps::new(network, shape, hosts);
     let after = steps.nearest_steps(|a, b| steps.cost(a, b));
     let before = steps.nearest_steps(|a, b| steps.cost(b, a));
     let slowest = after.0.max(before.0).max(steps.least_that_joins()).max(steps.least_of_two());
-    let busy = steps.busy.iter().map(|&(at_end, between)| match row {
-        Row::Ring => between,
-        Row::Chain => at_end,
+    let busy = steps.busy.iter().map(|&(at_end, between)| match shape {
+        Shape::Ring => between,
+        Shape::Chain => at_end,
     });
     busy.fold(slowest, f64::max) + after.1.max(before.1)
 }
@@ -231,7 +225,7 @@ impl Steps {
         let sorted = |part: &dyn Fn((f64, f64)) -> f64| {
             let mut all: Vec<f64> = (0..self.hosts).map(|a| nearest(a, part)).collect();
             all.sort_by(f64::total_cmp);
-            all.truncate(self.hosts - usize::from(self.row == Row::Chain));
+            all.truncate(self.hosts - usize::from(self.shape == Shape::Chain));
             all
         };
         let (alone, hop) = (sorted(&|cost| cost.0), sorted(&|cost| cost.1));
@@ -268,7 +262,7 @@ impl Steps {
         };
         let mut all: Vec<f64> = (0..self.hosts).map(second).collect();
         all.sort_by(|a, b| b.total_cmp(a));
-        let ends = if self.row == Row::Chain { 2 } else { 0 };
+        let ends = if self.shape == Shape::Chain { 2 } else { 0 };
         all.get(ends).copied().unwrap_or(0.0)
     }
 }

@@ -20,39 +20,12 @@ use rand_xoshiro::rand_core::{Rng, SeedableRng};
 
 use super::assign::{self, Parties, Placement, Table};
 use super::cost::{ModelSize, Network, Prediction, Tree};
-use super::order::{self, Row};
+use super::order;
 use super::profile::Profile;
-use super::{Host, ring};
+use super::{Shape, Topology};
 use crate::error::PlanError;
 use crate::limits;
-
-/// Who sends to whom.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Shape {
-    /// All clients to one aggregator.
-    Star,
-    /// Clients to edges, and these to a root; clients may also send to the root.
-    Tree,
-    /// From one client to the next, and the mean back.
-    Chain,
-    /// From each client to the next, around.
-    Ring,
-}
-
-impl Shape {
-    /// All of them.
-    pub const ALL: [Shape; 4] = [Shape::Star, Shape::Tree, Shape::Chain, Shape::Ring];
-
-    /// As `--topology` has it.
-    pub fn name(self) -> &'static str {
-        match self {
-            Shape::Star => "star",
-            Shape::Tree => "tree",
-            Shape::Chain => "chain",
-            Shape::Ring => "ring",
-        }
-    }
-}
+use crate::named::Named;
 
 /// How a plan is looked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,8 +53,8 @@ pub enum Layout {
 /// A shape, who is where in it, and how good that is.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// The shape.
-    pub shape: Shape,
+    /// Who sends to whom.
+    pub topology: Topology,
     /// Who is where.
     pub layout: Layout,
     /// What is predicted.
@@ -118,11 +91,11 @@ impl Plan {
 /// # Errors
 /// A profile that is wrong; and, where no shape can be, why a star cannot.
 pub fn best(profile: &Profile, model: ModelSize, method: Method) -> Result<Plan, PlanError> {
-    let (star, others) = Shape::ALL.split_first().expect("there are shapes");
+    let (star, others) = Topology::ALL.split_first().expect("there are shapes");
     let star = plan(profile, model, *star, method);
     // What is wrong with the profile is wrong for all.
     Network::new(profile, model)?;
-    let others = others.iter().filter_map(|&shape| plan(profile, model, shape, method).ok());
+    let others = others.iter().filter_map(|&other| plan(profile, model, other, method).ok());
     // A simpler shape is taken if it is as fast.
     let faster = |a: Plan, b: Plan| if b.seconds() < a.seconds() * (1.0 - 1e-9) { b } else { a };
     match star {
@@ -138,25 +111,14 @@ pub fn best(profile: &Profile, model: ModelSize, method: Method) -> Result<Plan,
 pub fn plan(
     profile: &Profile,
     model: ModelSize,
-    shape: Shape,
+    topology: Topology,
     method: Method,
 ) -> Result<Plan, PlanError> {
     let network = Network::new(profile, model)?;
-    match shape {
-        Shape::Star | Shape::Tree => of_tree(profile, &network, shape, method),
-        Shape::Chain => of_row(profile, &network, (shape, Row::Chain), method),
-        Shape::Ring => of_row(profile, &network, (shape, Row::Ring), method),
+    match topology.shape() {
+        None => of_tree(profile, &network, topology, method),
+        Some(shape) => of_row(profile, &network, (topology, shape), method),
     }
-}
-
-/// The order in which hosts that have joined stand in a ring or chain: those that `names` has as it has them, the
-/// others behind them as [`ring::order`] says.
-pub fn ranks(hosts: &[Host], names: &[String]) -> Vec<usize> {
-    let mut order = ring::order(hosts);
-    let place = |host: &usize| names.iter().position(|name| *name == hosts[*host].name);
-    // Stable, so that those who are not named keep their order.
-    order.sort_by_key(|host| place(host).unwrap_or(names.len()));
-    order
 }
 
 fn clients_of(profile: &Profile) -> Result<Vec<usize>, PlanError> {
@@ -200,7 +162,7 @@ fn parties(profile: &Profile, model: ModelSize) -> Result<Parties, PlanError> {
 fn of_tree(
     profile: &Profile,
     network: &Network,
-    shape: Shape,
+    topology: Topology,
     method: Method,
 ) -> Result<Plan, PlanError> {
     let parties = parties(profile, network.model())?;
@@ -212,8 +174,8 @@ fn of_tree(
     let clients = parties.clients.len();
     let star = |root| Placement { root, of: vec![root; clients] };
     let stars = (0..parties.aggregators.len()).map(star);
-    let (found, lower_bound_s, round_robin) = match shape {
-        Shape::Star => {
+    let (found, lower_bound_s, round_robin) = match topology {
+        Topology::Star => {
             let best = stars.min_by(|a, b| table.seconds(a).total_cmp(&table.seconds(b)));
             let best = best.filter(|best| table.seconds(best).is_finite());
             let bound = best.as_ref().map_or(f64::INFINITY, |best| table.seconds(best));
@@ -224,12 +186,12 @@ fn of_tree(
             (best, assign::lower_bound(&table), assign::round_robin(&parties))
         }
     };
-    let placement = found.ok_or(PlanError::NoPlace { topology: shape.name(), clients })?;
+    let placement = found.ok_or(PlanError::NoPlace { topology: topology.name(), clients })?;
     let mut random = Random::new();
     let random_s = random.median(|random| {
         let root = random.below(parties.aggregators.len());
-        let of = |_| match shape {
-            Shape::Star => root,
+        let of = |_| match topology {
+            Topology::Star => root,
             _ => random.below(parties.aggregators.len()),
         };
         table.seconds(&Placement { root, of: (0..clients).map(of).collect() })
@@ -243,43 +205,48 @@ fn of_tree(
         && method == Method::Best;
     Ok(Plan {
         // A tree without edges is a star.
-        shape: if is_star { Shape::Star } else { shape },
+        topology: if is_star { Topology::Star } else { topology },
         prediction: network.tree(&Tree::new(root, &pairs)),
         layout: Layout::Tree { root, clients: pairs },
         lower_bound_s,
         round_robin_s: table.seconds(&round_robin),
         random_s,
-        is_proven: shape == Shape::Star || small,
+        is_proven: topology == Topology::Star || small,
     })
 }
 
 fn of_row(
     profile: &Profile,
     network: &Network,
-    (shape, row): (Shape, Row),
+    (topology, shape): (Topology, Shape),
     method: Method,
 ) -> Result<Plan, PlanError> {
     let hosts = clients_of(profile)?;
-    let (topology, limit) = (shape.name(), limits::MAX_RANKS);
+    let (name, limit) = (topology.name(), limits::MAX_RANKS);
     if !(2..=limit).contains(&hosts.len()) {
-        return Err(PlanError::Size { topology, limit, clients: hosts.len() });
+        return Err(PlanError::Size { topology: name, limit, clients: hosts.len() });
     }
     // Its own update, and the mean.
     let wanted = network.model().averaging_bytes().saturating_add(network.model().bytes);
     let memory = |host: usize| profile.hosts[host].memory_bytes.unwrap_or(u64::MAX);
     if let Some(&least) = hosts.iter().find(|&&host| memory(host) < wanted) {
-        let name = profile.hosts[least].name.clone();
-        return Err(PlanError::RowMemory { topology, wanted, most: memory(least), name });
+        let host = profile.hosts[least].name.clone();
+        return Err(PlanError::RowMemory {
+            topology: name,
+            wanted,
+            most: memory(least),
+            name: host,
+        });
     }
-    let predict = |order: &[usize]| match row {
-        Row::Ring => network.ring(order),
-        Row::Chain => network.chain(order),
+    let predict = |order: &[usize]| match shape {
+        Shape::Ring => network.ring(order),
+        Shape::Chain => network.chain(order),
     };
     let exact = method == Method::Best;
-    let order = order::best(network, row, &hosts, exact);
+    let order = order::best(network, shape, &hosts, exact);
     let prediction = predict(&order);
     if !prediction.seconds.is_finite() {
-        return Err(PlanError::NoOrder { topology });
+        return Err(PlanError::NoOrder { topology: name });
     }
     let mut random = Random::new();
     let random_s = random.median(|random| {
@@ -288,10 +255,10 @@ fn of_row(
         predict(&order).seconds
     });
     Ok(Plan {
-        shape,
+        topology,
         prediction,
         layout: Layout::Row(order),
-        lower_bound_s: order::lower_bound(network, row, &hosts),
+        lower_bound_s: order::lower_bound(network, shape, &hosts),
         round_robin_s: predict(&hosts).seconds,
         random_s,
         is_proven: exact && hosts.len() <= limits::EXACT_ORDER,

@@ -180,6 +180,16 @@ pub fn order(hosts: &[Host]) -> Vec<usize> {
     order
 }
 
+/// The order in which hosts that have joined stand in a ring or chain: those that `names` has as it has them, the
+/// others behind them as [`order`] says.
+pub fn ranks(hosts: &[Host], names: &[String]) -> Vec<usize> {
+    let mut order = order(hosts);
+    let place = |host: &usize| names.iter().position(|name| *name == hosts[*host].name);
+    // Stable, so that those who are not named keep their order.
+    order.sort_by_key(|host| place(host).unwrap_or(names.len()));
+    order
+}
+
 /// Lanes, and so connections between two neighbours: one for each core that a host has for itself, and two
 /// at least, so that one works while the other waits for a neighbour.
 pub fn streams(hosts: &[Host], cores: usize) -> usize {

@@ -1,16 +1,13 @@
 //! What tests of rings share.
 
-use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::{JoinHandle, spawn};
 use std::time::Duration;
 
 use fedlane::client::{Canceller, ClientConfig};
 use fedlane::control::Congestion;
-use fedlane::error::{AggregatorError, ClientError, SourceError};
-use fedlane::manifest::{Dtype, Manifest};
+use fedlane::error::{AggregatorError, ClientError};
+use fedlane::manifest::Manifest;
 use fedlane::paths::ReceiveKind;
 use fedlane::region::Region;
 use fedlane::ring::{
@@ -21,12 +18,6 @@ use fedlane::source::generator::Generator;
 use fedlane::topology::Shape;
 use fedlane::wire::hello::Secret;
 use proptest::prelude::*;
-
-pub fn manifest(tensors: &[(&str, Dtype, &[u64])]) -> Manifest {
-    let tensors =
-        tensors.iter().map(|(name, dtype, shape)| ((*name).into(), *dtype, shape.to_vec()));
-    Manifest::from_tensors(tensors, &BTreeMap::new()).unwrap()
-}
 
 pub fn config(ranks: usize) -> RingConfig {
     RingConfig { ranks, deadline: Duration::from_secs(20), ..RingConfig::default() }
@@ -87,64 +78,6 @@ pub fn reduce(
     let mut out = Region::new(source.manifest().data_bytes()).unwrap();
     let outcome = member.all_reduce(source, weight, &mut out)?;
     Ok(Reduced { mean: out.bytes().to_vec(), outcome })
-}
-
-/// An update whose host dies when so many bytes of it have been read.
-pub struct Mortal {
-    update: Generator,
-    read: AtomicU64,
-    dies_at: u64,
-    canceller: Mutex<Option<Canceller>>,
-}
-
-impl Mortal {
-    pub fn new(update: Generator, dies_at: u64, canceller: Canceller) -> Mortal {
-        let (read, canceller) = (AtomicU64::new(0), Mutex::new(Some(canceller)));
-        Mortal { update, read, dies_at, canceller }
-    }
-}
-
-impl Source for Mortal {
-    fn manifest(&self) -> &Manifest {
-        self.update.manifest()
-    }
-
-    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), SourceError> {
-        let read = self.read.fetch_add(out.len() as u64, Ordering::SeqCst) + out.len() as u64;
-        if read >= self.dies_at
-            && let Some(canceller) = self.canceller.lock().unwrap().take()
-        {
-            canceller.cancel("");
-        }
-        self.update.read(offset, out)
-    }
-}
-
-const DTYPES: [Dtype; 13] = [
-    Dtype::F32,
-    Dtype::F16,
-    Dtype::BF16,
-    Dtype::F64,
-    Dtype::I8,
-    Dtype::I16,
-    Dtype::I32,
-    Dtype::I64,
-    Dtype::U8,
-    Dtype::U16,
-    Dtype::U32,
-    Dtype::U64,
-    Dtype::BOOL,
-];
-
-pub fn models() -> impl Strategy<Value = Manifest> {
-    let tensor = (prop::sample::select(&DTYPES[..]), prop_oneof![0_u64..5, 0_u64..40_000]);
-    prop::collection::vec(tensor, 0..6).prop_map(|tensors| {
-        let tensors = tensors
-            .into_iter()
-            .enumerate()
-            .map(|(index, (dtype, elements))| (format!("t{index}"), dtype, vec![elements]));
-        Manifest::from_tensors(tensors, &Default::default()).unwrap()
-    })
 }
 
 pub fn weights() -> impl Strategy<Value = Vec<f64>> {

@@ -12,7 +12,8 @@ use fedlane::source::generator::Generator;
 use fedlane::topology::Shape;
 use fedlane::wire::hello::Secret;
 
-use crate::common::{Mortal, check, config, coordinate, join, manifest, member, reduce, update};
+use crate::common::{check, config, coordinate, join, member, reduce, update};
+use crate::models::{Mortal, manifest};
 
 fn model() -> Manifest {
     manifest(&[("w", Dtype::F32, &[1_000_000]), ("h", Dtype::BF16, &[100_001])])

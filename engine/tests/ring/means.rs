@@ -15,9 +15,9 @@ use fedlane::wire::hello::Secret;
 use proptest::prelude::*;
 
 use crate::common::{
-    BOTH, Reduced, check, config, coordinate, join, manifest, member, models, reduce, run, update,
-    weights,
+    BOTH, Reduced, check, config, coordinate, join, member, reduce, run, update, weights,
 };
+use crate::models::{manifest, models};
 
 fn all_same(manifest: &Manifest, reduced: &[Reduced], weights: &[f64]) {
     for other in reduced {
@@ -34,7 +34,7 @@ proptest! {
 
     #[test]
     fn any_model_any_weights_any_ring(
-        model in models(),
+        model in models(40_000),
         weights in weights(),
         streams in 1_usize..4,
         chunk_bytes in prop::sample::select(&[4 << 10, 64 << 10, 512 << 10][..]),

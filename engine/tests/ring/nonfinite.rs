@@ -10,9 +10,8 @@ use fedlane::source::generator::Generator;
 use fedlane::verdict::OnNonfinite;
 use fedlane::wire::hello::Secret;
 
-use crate::common::{
-    BOTH, Reduced, check, config, coordinate, join, manifest, member, reduce, update,
-};
+use crate::common::{BOTH, Reduced, check, config, coordinate, join, member, reduce, update};
+use crate::models::manifest;
 
 const ELEMENTS: u64 = 300_000;
 const BAD: u64 = 123_456;

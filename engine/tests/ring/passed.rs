@@ -10,10 +10,8 @@ use fedlane::source::Source;
 use fedlane::wire::hello::Secret;
 use proptest::prelude::*;
 
-use crate::common::{
-    BOTH, Mortal, check, config, coordinate, join, manifest, member, models, reduce, update,
-    weights,
-};
+use crate::common::{BOTH, check, config, coordinate, join, member, reduce, update, weights};
+use crate::models::{Mortal, manifest, models};
 
 /// Puts together what comes, and counts it.
 pub struct Gathered(Mutex<(Vec<u8>, u64)>);
@@ -71,7 +69,7 @@ proptest! {
 
     #[test]
     fn any_model_any_weights_whoever_holds_the_mean(
-        model in models(),
+        model in models(40_000),
         weights in weights(),
         keep in any::<u64>(),
         streams in 1_usize..4,

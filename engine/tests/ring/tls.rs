@@ -8,7 +8,8 @@ use fedlane::ring::{RingConfig, join_any};
 use fedlane::tls::{ClientTls, ServerTls};
 use fedlane::wire::hello::Secret;
 
-use crate::common::{BOTH, check, config, coordinate, join, manifest, member, reduce, update};
+use crate::common::{BOTH, check, config, coordinate, join, member, reduce, update};
+use crate::models::manifest;
 
 fn model() -> Manifest {
     manifest(&[("w", Dtype::F32, &[500_000]), ("h", Dtype::BF16, &[100_001])])

@@ -1,6 +1,5 @@
 //! What tests of trees share: whole trees in one process.
 
-use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread::{JoinHandle, spawn};
@@ -12,18 +11,12 @@ use fedlane::control::Congestion;
 use fedlane::edge::{Edge, EdgeConfig, EdgeStep};
 use fedlane::error::{AggregatorError, ClientError, SourceError};
 use fedlane::lane::receive::Order;
-use fedlane::manifest::{Dtype, Manifest};
+use fedlane::manifest::Manifest;
 use fedlane::paths::ReceiveKind;
 use fedlane::region::Region;
 use fedlane::source::Source;
 use fedlane::topology::tree::Leaf;
 use fedlane::wire::hello::Secret;
-
-pub fn manifest(tensors: &[(&str, Dtype, &[u64])]) -> Manifest {
-    let tensors =
-        tensors.iter().map(|(name, dtype, shape)| ((*name).into(), *dtype, shape.to_vec()));
-    Manifest::from_tensors(tensors, &BTreeMap::new()).unwrap()
-}
 
 /// A client's update.
 #[derive(Clone, Debug)]

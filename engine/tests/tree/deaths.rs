@@ -1,8 +1,7 @@
 //! Edges and clients that die: the mean is that of the others, to the bit, or all end and say why.
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, Once};
+use std::sync::Once;
 use std::thread::{sleep, spawn};
 use std::time::Duration;
 
@@ -17,10 +16,11 @@ use fedlane::topology::tree::Leaf;
 use fedlane_testing::{Channel, Direction, Fault, Kind, Plan, Proxy, Scope, Then, Traffic, Which};
 
 use crate::common::{
-    Middle, Node, Part, Update, check, client, config, manifest, name, serve, star, start,
-    start_edge, take_part,
+    Middle, Node, Part, Update, check, client, config, name, serve, star, start, start_edge,
+    take_part,
 };
 use crate::means::generated;
+use crate::models::{Mortal, manifest};
 
 /// How long broken connections are dialled again, where they are.
 const RECONNECT: Duration = Duration::from_secs(10);
@@ -265,30 +265,6 @@ fn an_edge_whose_connection_breaks_goes_on_where_it_was() {
     }
 }
 
-/// An update whose client dies when so many bytes of it have been read.
-struct Mortal {
-    update: Update,
-    read: AtomicU64,
-    dies_at: u64,
-    canceller: Mutex<Option<Canceller>>,
-}
-
-impl Source for Mortal {
-    fn manifest(&self) -> &Manifest {
-        self.update.manifest()
-    }
-
-    fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), SourceError> {
-        let read = self.read.fetch_add(out.len() as u64, Ordering::SeqCst) + out.len() as u64;
-        if read >= self.dies_at
-            && let Some(canceller) = self.canceller.lock().unwrap().take()
-        {
-            canceller.cancel("");
-        }
-        self.update.read(offset, out)
-    }
-}
-
 /// A first edge whose second client brings this update and dies at this byte of it.
 fn with_mortal(
     (address, config): (SocketAddr, AggregatorConfig),
@@ -304,8 +280,7 @@ fn with_mortal(
     parts.push(spawn(move || {
         let canceller = Canceller::default();
         let config = client(&name(1), update.weight);
-        let (read, canceller_) = (AtomicU64::new(0), Mutex::new(Some(canceller.clone())));
-        let mortal = Mortal { update, read, dies_at, canceller: canceller_ };
+        let mortal = Mortal::new(update, dies_at, canceller.clone());
         take_part(at, config, &mortal, &canceller)
     }));
     (edge, parts)

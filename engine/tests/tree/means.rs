@@ -10,34 +10,8 @@ use fedlane::source::generator::Generator;
 use proptest::prelude::*;
 use proptest::test_runner::{RngAlgorithm, TestRng};
 
-use crate::common::{Node, Update, check, config, leaves, manifest, name, run, star};
-
-const DTYPES: [Dtype; 13] = [
-    Dtype::F32,
-    Dtype::F16,
-    Dtype::BF16,
-    Dtype::F64,
-    Dtype::I8,
-    Dtype::I16,
-    Dtype::I32,
-    Dtype::I64,
-    Dtype::U8,
-    Dtype::U16,
-    Dtype::U32,
-    Dtype::U64,
-    Dtype::BOOL,
-];
-
-fn models() -> impl Strategy<Value = Manifest> {
-    let tensor = (prop::sample::select(&DTYPES[..]), prop_oneof![0_u64..5, 0_u64..4_000]);
-    prop::collection::vec(tensor, 0..6).prop_map(|tensors| {
-        let tensors = tensors
-            .into_iter()
-            .enumerate()
-            .map(|(index, (dtype, elements))| (format!("t{index}"), dtype, vec![elements]));
-        Manifest::from_tensors(tensors, &Default::default()).unwrap()
-    })
-}
+use crate::common::{Node, Update, check, config, leaves, name, run, star};
+use crate::models::{manifest, models};
 
 fn weights() -> impl Strategy<Value = f64> {
     prop_oneof![
@@ -137,7 +111,7 @@ proptest! {
 
     #[test]
     fn in_order_a_tree_has_the_bits_of_a_star(
-        model in models(),
+        model in models(4_000),
         shapes in shapes(),
         seed in any::<[u8; 32]>(),
         rounds in 1_u32..3,
@@ -153,7 +127,7 @@ proptest! {
 
     #[test]
     fn as_they_arrive_a_tree_is_within_the_bound_of_a_star(
-        model in models(),
+        model in models(4_000),
         shapes in shapes(),
         seed in any::<[u8; 32]>(),
         spools in any::<bool>(),
