@@ -166,6 +166,15 @@ pub const MAX_PROFILE_BYTES: u64 = 256 << 20;
 /// Most bytes of one transfer that measures a link: half a second at 17 Gbit/s.
 pub const MAX_SPEED_BYTES: u64 = 1 << 30;
 
+/// Bytes of a message between hosts that measure: a few numbers and a name.
+pub const MAX_SPEED_MESSAGE_BYTES: u64 = 1 << 10;
+
+/// Questions that a host that measures may ask.
+pub const MAX_SPEED_QUESTIONS: usize = 64;
+
+/// Hosts that wait to be measured at once.
+pub const MAX_SPEED_VISITORS: usize = 16;
+
 /// Longest time that measuring one link may take; links of a megabit a second are done in less.
 pub const SPEED_SESSION: Duration = Duration::from_secs(60);
 

@@ -32,17 +32,8 @@ const LONG_ENOUGH: Duration = Duration::from_millis(500);
 /// Bytes that are given to the kernel at once.
 const STEP_BYTES: usize = 256 << 10;
 
-/// Messages are a few numbers and a name.
-const MESSAGE_BYTES: u64 = 1 << 10;
-
 /// Questions whose quickest answer is the round trip.
 const PINGS: usize = 10;
-
-/// Asks that one visitor may make.
-const MOST_ASKS: usize = 64;
-
-/// Visitors at once, of whom one is measured.
-const MOST_VISITORS: usize = 16;
 
 /// What the asking side says.
 #[derive(Debug, Serialize, Deserialize)]
@@ -122,7 +113,7 @@ impl SpeedListener {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
                 Err(error) => return Err(error),
             };
-            if visitors.fetch_add(1, Ordering::SeqCst) >= MOST_VISITORS {
+            if visitors.fetch_add(1, Ordering::SeqCst) >= limits::MAX_SPEED_VISITORS {
                 visitors.fetch_sub(1, Ordering::SeqCst);
                 continue;
             }
@@ -151,7 +142,7 @@ impl SpeedListener {
         }
         let find = |place: &_| Ok((*place == self.secret.place()).then_some(self.secret));
         let (mut channel, _) = ControlChannel::accept(link, find, until)?;
-        let Ask::Hello { name } = channel.reader.read(MESSAGE_BYTES)? else {
+        let Ask::Hello { name } = channel.reader.read(limits::MAX_SPEED_MESSAGE_BYTES)? else {
             return Err(ProtocolError::Unexpected { what: "a question" }.into());
         };
         // Two at once would measure each other.
@@ -159,8 +150,8 @@ impl SpeedListener {
         let until = Instant::now() + limits::SPEED_SESSION;
         channel.reader.set_end(until);
         channel.writer.send(&Told::Host(self.host.clone()))?;
-        for _ in 0..MOST_ASKS {
-            match channel.reader.read(MESSAGE_BYTES)? {
+        for _ in 0..limits::MAX_SPEED_QUESTIONS {
+            match channel.reader.read(limits::MAX_SPEED_MESSAGE_BYTES)? {
                 Ask::Ping => channel.writer.send(&Told::Pong)?,
                 Ask::Take { bytes } => {
                     let cpu_s = cpu_of(|| take(channel.link(), bytes, until))?;
@@ -206,7 +197,7 @@ pub fn measure(
     let mut channel = ControlChannel::open(link, secret, limits::HANDSHAKE)?;
     channel.reader.set_end(until);
     channel.writer.send(&Ask::Hello { name: name.into() })?;
-    let Told::Host(there) = channel.reader.read(MESSAGE_BYTES)? else {
+    let Told::Host(there) = channel.reader.read(limits::MAX_SPEED_MESSAGE_BYTES)? else {
         return Err(ProtocolError::Unexpected { what: "an answer" }.into());
     };
     let there = PeerHost { name: printable(&there.name), ..there };
@@ -245,7 +236,7 @@ impl Asking {
         for _ in 0..PINGS {
             let asked = Instant::now();
             self.channel.writer.send(&Ask::Ping)?;
-            match self.channel.reader.read(MESSAGE_BYTES)? {
+            match self.channel.reader.read(limits::MAX_SPEED_MESSAGE_BYTES)? {
                 Told::Pong => self.rtt = self.rtt.min(asked.elapsed()),
                 _ => return Err(ProtocolError::Unexpected { what: "an answer" }.into()),
             }
@@ -278,7 +269,7 @@ impl Asking {
             false => take(channel.link(), bytes, *until),
         })?;
         let mut took = asked.elapsed();
-        let Told::Took { cpu_s } = channel.reader.read(MESSAGE_BYTES)? else {
+        let Told::Took { cpu_s } = channel.reader.read(limits::MAX_SPEED_MESSAGE_BYTES)? else {
             return Err(ProtocolError::Unexpected { what: "an answer" }.into());
         };
         if up {
